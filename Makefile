@@ -1,0 +1,48 @@
+# `make demo` and `make test` build their own environment in .venv; only python3 (3.10 or later), make and git are needed.
+PYTHON  ?= python3
+WORKERS ?= 2
+BIN     := .venv/bin
+STAMP   := .venv/.installed
+
+.PHONY: venv demo test lint format bench clean
+.DEFAULT_GOAL := test
+
+venv: $(STAMP)
+
+# torch goes in first and pinned: pip then keeps whichever build (CPU or CUDA) the machine's index offers for that version.
+# In a terminal pip shows its own progress; in a log only these lines and errors appear.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	    { echo "pullback needs Python 3.10 or later; choose one with: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	@echo "[venv] creating .venv with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv .venv || { echo "on Debian and Ubuntu: apt install python3-venv"; exit 1; }
+	@test -t 1 && quiet= || quiet=-qq; \
+	    echo "[venv] installing torch (a large download the first time)"; \
+	    $(BIN)/pip install $$quiet --disable-pip-version-check -c constraints.txt torch && \
+	    echo "[venv] installing pullback and its tools" && \
+	    $(BIN)/pip install $$quiet --disable-pip-version-check -c constraints.txt -e '.[dev,plot]'
+	@touch $@
+
+demo: venv
+	@$(BIN)/pullback demo --out demo-out
+
+lint: venv
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+# One thread per worker, so that workers do not compete for cores and sums are added in the same order every time.
+test: lint
+	@OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/pytest -q -n $(WORKERS) --dist worksteal
+
+format: venv
+	@$(BIN)/ruff check --fix --quiet .
+	@$(BIN)/ruff format .
+
+bench: venv
+	@for script in benchmarks/*.py; do echo "[bench] $$script"; $(BIN)/python "$$script" || exit 1; done
+
+# Keeps .venv, which is expensive to make; remove it by hand to start afresh.
+clean:
+	@rm -rf demo-out build dist .pytest_cache .mypy_cache .ruff_cache src/*.egg-info
+	@find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
