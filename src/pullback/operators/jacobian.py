@@ -1,0 +1,116 @@
+"""The Jacobian of a probe map, as an operator: J @ V by forward mode, J.T @ W by reverse mode, never formed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from pullback.errors import DecoderError, NumericsError, PullbackError, ShapeError
+from pullback.operators.base import LinearOperator
+from pullback.operators.graphs import CapturedFunction
+from pullback.operators.linearization import FunctionLinearization, Linearization
+from pullback.operators.memory import apply_in_chunks, tangents_that_fit
+from pullback.operators.precision import check_precision, matmul_precision
+
+# On the CPU larger blocks only leave the cache; on a GPU they fill it.
+MAX_CHUNK = {"cpu": 32, "cuda": 4096}
+
+
+class JacobianOperator(LinearOperator):
+    """J of ``probe`` at ``features`` [B, *shape]: rows M (flattened output), columns prod(shape).
+
+    ``probe`` is any function [B, *shape] -> [B, ...] whose samples do not mix. One with a ``linearize`` method brings
+    its own products; others are differentiated by `torch.func`. ``output`` [B, M] is the value at the features.
+
+    ``precision``: "float32" (default), "tf32" or "bf16" (bf16 reaches only linearisations that support it).
+    ``chunk_size``: tangents per pass; by default from free memory, and halved whenever memory runs out.
+    ``capture``: replay products as CUDA graphs, which pays for many products of one small shape (one image, late
+    layer), where launching the kernels costs more than running them.
+    """
+
+    def __init__(
+        self,
+        probe: Callable[[Tensor], Tensor],
+        features: Tensor,
+        *,
+        precision: str = "float32",
+        chunk_size: int | None = None,
+        capture: bool = False,
+    ) -> None:
+        check_precision(precision)
+        _check_chunk_size(chunk_size)
+        if features.ndim < 2:
+            raise ShapeError(f"features: expected [B, N, D] (the batch axis first), got {list(features.shape)}.")
+        if not torch.isfinite(features).all():
+            raise NumericsError("features: expected finite numbers, got NaN or infinity. Check the images and weights.")
+        self.precision, self.capture = precision, capture
+        linearize = getattr(probe, "linearize", None)
+        with matmul_precision("float32"):
+            self.linearization: Linearization = (
+                linearize(features) if linearize is not None else FunctionLinearization(probe, features)
+            )
+        if precision == "bf16":
+            self.linearization = _to_bfloat16(self.linearization)
+        self.output = self.linearization.output
+        if not torch.isfinite(self.output).all():
+            raise NumericsError("decoder: its output holds NaN or infinity at these features; J is undefined there.")
+        batch, rows = self.output.shape
+        cols = features[0].numel()
+        super().__init__(batch, rows, cols, dtype=features.dtype, device=features.device)
+        limit = MAX_CHUNK.get(self.device.type, 64)
+        self.chunk_size = chunk_size or min(limit, tangents_that_fit(self.linearization.bytes_per_tangent, self.device))
+        self._captured: dict[tuple, CapturedFunction] = {}
+
+    def _matmat(self, columns: Tensor) -> Tensor:
+        shape = self.linearization.input_shape
+        return self._apply("pushforward", columns.mT.unflatten(-1, shape)).mT
+
+    def _rmatmat(self, columns: Tensor) -> Tensor:
+        return self._apply("pullback", columns.mT).flatten(2).mT
+
+    def _apply(self, product: str, stack: Tensor) -> Tensor:
+        function = getattr(self.linearization, product)
+        if self.capture and self.device.type == "cuda":
+            function = self._replay(product, function)
+        with torch.no_grad(), matmul_precision(self.precision):
+            out, self.chunk_size = apply_in_chunks(function, stack, self.chunk_size)
+        return out
+
+    def _replay(self, product: str, function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        def run(stack: Tensor) -> Tensor:
+            key = (product, tuple(stack.shape))
+            if key not in self._captured:
+                self._captured[key] = CapturedFunction(function, stack)
+            return self._captured[key](stack)
+
+        return run
+
+
+def check_sensitive(squared_norm: Tensor) -> None:
+    """A zero Jacobian means that the decoder is cut off from the features, never that the task is insensitive."""
+    if not torch.isfinite(squared_norm).all():
+        raise NumericsError("J: its products hold NaN or infinity. Check the decoder and the features.")
+    dead = (squared_norm == 0).nonzero().flatten().tolist()
+    if dead:
+        raise DecoderError(
+            f"decoder: its output does not depend on the features (zero Jacobian, samples {dead[:5]}). Expected a "
+            "differentiable path: look for .detach(), torch.no_grad(), argmax or a constant in the decoder, or a "
+            "probe layer above every layer that the decoder reads."
+        )
+
+
+def _check_chunk_size(size: int | None) -> None:
+    if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+        raise PullbackError(f"chunk_size: expected a whole number of at least 1, got {size!r}.")
+
+
+def _to_bfloat16(linearization: Linearization) -> Linearization:
+    lower = getattr(linearization, "bfloat16", None)
+    if lower is None:
+        raise PullbackError(
+            "precision: 'bf16' needs a probe with its own linearisation (a backbone and a decoder), got a plain "
+            "function. Use 'tf32' or 'float32'."
+        )
+    return lower()

@@ -1,0 +1,92 @@
+"""What a Jacobian operator needs of a function: its value at a point and its two derivative products.
+
+`FunctionLinearization` serves any PyTorch function through `torch.func`. Functions that know their own structure (a
+probe map that runs transformer blocks) bring a faster `Linearization` of their own by having a ``linearize`` method.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from pullback.errors import DecoderError
+
+
+class Linearization(Protocol):
+    """A function of B independent samples, linearised at a point [B, *input_shape]."""
+
+    output: Tensor  # [B, M], the value at the point
+    input_shape: tuple[int, ...]
+    bytes_per_tangent: int  # estimated working memory of one tangent, all samples together
+
+    def pushforward(self, tangents: Tensor) -> Tensor:
+        """[B, K, *input_shape] -> [B, K, M]."""
+        ...
+
+    def pullback(self, cotangents: Tensor) -> Tensor:
+        """[B, K, M] -> [B, K, *input_shape]."""
+        ...
+
+
+@contextmanager
+def differentiable_attention() -> Iterator[None]:
+    """Fused attention has no forward mode and no vmap; the math backend has both. Restored on exit."""
+    with sdpa_kernel(SDPBackend.MATH):
+        yield
+
+
+class FunctionLinearization:
+    """Any function [B, *input_shape] -> [B, ...] that treats its samples independently."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor], point: Tensor) -> None:
+        self.input_shape = tuple(point.shape[1:])
+        self._point = point.detach()
+        self._function = lambda x: flat_output(function(x), len(point))
+        with differentiable_attention(), torch.enable_grad():
+            output, self._vjp = torch.func.vjp(self._function, self._point)
+        self.output = output.detach()
+        # unknown inside: allow for a few dozen intermediate copies of input and output
+        self.bytes_per_tangent = 32 * (self._point.numel() + self.output.numel()) * self._point.element_size()
+
+    def pushforward(self, tangents: Tensor) -> Tensor:
+        def one(tangent: Tensor) -> tuple[Tensor]:
+            return (torch.func.jvp(self._function, (self._point,), (tangent,))[1],)
+
+        return for_each_tangent(one, tangents)[0]
+
+    def pullback(self, cotangents: Tensor) -> Tensor:
+        return for_each_tangent(self._vjp, cotangents)[0]
+
+
+def for_each_tangent(product: Callable[..., tuple[Tensor, ...]], *stacks: Tensor) -> tuple[Tensor, ...]:
+    """``product`` over axis 1 of every stack [B, K, ...], with AD-safe attention; K is axis 1 of what it returns too.
+
+    (vmap itself can put the axis of an output that does not depend on its input, a zero derivative, only in front.)
+    """
+    with differentiable_attention(), torch.no_grad():
+        out = torch.func.vmap(product, in_dims=1, out_dims=0, randomness="error")(*stacks)
+    return tuple(part.movedim(0, 1) for part in out)
+
+
+def flat_output(output: Tensor, batch: int) -> Tensor:
+    """A decoder's output as [B, M]."""
+    if not isinstance(output, Tensor):
+        raise DecoderError(
+            f"decoder: expected it to return one tensor [B, ...], got {type(output).__name__}. "
+            "Wrap it in a function that picks the tensor."
+        )
+    if output.ndim == 0 or output.shape[0] != batch:
+        raise DecoderError(
+            f"decoder: expected an output with the batch axis first, [{batch}, ...], got {list(output.shape)}."
+        )
+    if not output.is_floating_point():
+        raise DecoderError(
+            f"decoder: expected a floating-point output, got {output.dtype}. Labels and indices have no derivative: "
+            "use the scores from which they are taken."
+        )
+    return output.flatten(1) if output.ndim > 1 else output[:, None]
