@@ -1,0 +1,215 @@
+"""One adapter per family: take a transformers model apart into a `Backbone`.
+
+transformers renames submodules between releases (`attention.attention.query` became `attention.q_proj`), so parts are
+found by the first name that exists. What an adapter returns is checked against the model's own forward in the tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pullback.backbones.backbone import Backbone, Preprocessing
+from pullback.backbones.block import Affine, Block, Mlp, Norm, Rope
+from pullback.errors import ModelError
+from pullback.layout import TokenLayout
+
+IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+HALF = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+OPENAI = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
+
+
+def part(module: Any, *paths: str) -> Any:
+    """The first of several dotted attribute paths that exists."""
+    for path in paths:
+        found = module
+        for name in path.split("."):
+            found = getattr(found, name, None)
+            if found is None:
+                break
+        else:
+            return found
+    raise ModelError(
+        f"{type(module).__name__}: none of {', '.join(paths)} found. This transformers release lays the model out "
+        "differently; pullback supports 5.17 and later."
+    )
+
+
+def optional_part(module: Any, *paths: str) -> Any | None:
+    try:
+        return part(module, *paths)
+    except ModelError:
+        return None
+
+
+def _affine(linear: nn.Module) -> Affine:
+    return Affine(part(linear, "weight"), linear.bias)
+
+
+def _norm(norm: nn.Module) -> Norm:
+    return Norm(part(norm, "weight"), norm.bias, norm.eps)
+
+
+def _mlp(mlp: nn.Module) -> Mlp:
+    activation = optional_part(mlp, "activation_fn", "activation", "act_fn") or nn.functional.silu
+    fused = optional_part(mlp, "weights_in")  # SwiGLU with gate and value in one matrix
+    if fused is not None:
+        weights, biases = fused.weight.chunk(2), fused.bias.chunk(2)
+        return Mlp(
+            up=Affine(weights[1], biases[1]),
+            down=_affine(part(mlp, "weights_out")),
+            activation=nn.functional.silu,
+            gate=Affine(weights[0], biases[0]),
+        )
+    gate = optional_part(mlp, "gate_proj")
+    return Mlp(
+        up=_affine(part(mlp, "fc1", "up_proj")),
+        down=_affine(part(mlp, "fc2", "down_proj")),
+        activation=activation,
+        gate=None if gate is None else _affine(gate),
+    )
+
+
+def _block(layer: nn.Module, heads: int) -> Block:
+    attention = part(layer, "attention", "self_attn")
+    return Block(
+        norm1=_norm(part(layer, "norm1", "layer_norm1", "layernorm_before")),
+        query=_affine(part(attention, "q_proj", "attention.query", "query")),
+        key=_affine(part(attention, "k_proj", "attention.key", "key")),
+        value=_affine(part(attention, "v_proj", "attention.value", "value")),
+        project=_affine(part(attention, "o_proj", "out_proj", "output.dense")),
+        norm2=_norm(part(layer, "norm2", "layer_norm2", "layernorm_after")),
+        mlp=_mlp(part(layer, "mlp")),
+        heads=heads,
+        scale1=optional_part(layer, "layer_scale1.lambda1"),
+        scale2=optional_part(layer, "layer_scale2.lambda1"),
+    )
+
+
+def _backbone(
+    name: str, family: str, model: nn.Module, tower: nn.Module, layers: Any, norm: nn.Module, **kwargs: Any
+) -> Backbone:
+    config = tower.config
+    if getattr(config, "hidden_act", "") is None or config.num_hidden_layers != len(layers):
+        raise ModelError(f"{name}: the configuration does not describe the {len(layers)} layers that were found.")
+    patch = config.patch_size
+    return Backbone(
+        name=name,
+        family=family,
+        model=model,
+        blocks=tuple(_block(layer, config.num_attention_heads) for layer in layers),
+        norm=_norm(norm),
+        patch_size=patch if isinstance(patch, int) else int(patch[0]),
+        **kwargs,
+    )
+
+
+def dinov2(model: nn.Module, name: str, family: str = "dinov2", **hooks: Any) -> Backbone:
+    registers = getattr(model.config, "num_register_tokens", 0) or 0
+    return _backbone(
+        name,
+        family,
+        hooks.pop("owner", model),
+        model,
+        part(model, "encoder.layer", "encoder.layers", "layers"),
+        part(model, "layernorm"),
+        prefix=1 + registers,
+        preprocessing=Preprocessing(*IMAGENET, size=224),
+        embed_pixels=part(model, "embeddings"),
+        **hooks,
+    )
+
+
+def dinov3(model: nn.Module, name: str) -> Backbone:
+    prefix = 1 + model.config.num_register_tokens
+    rope = part(model, "rope_embeddings")
+
+    def tables(layout: TokenLayout) -> Rope:
+        size = [side * model.config.patch_size for side in layout.grid]
+        reference = model.norm.weight
+        cos, sin = rope(torch.empty(1, 1, *size, dtype=reference.dtype, device=reference.device))
+        ones = torch.ones(prefix, cos.shape[-1], dtype=cos.dtype, device=cos.device)
+        return Rope(torch.cat([ones, cos])[None, None], torch.cat([0 * ones, sin])[None, None])
+
+    return _backbone(
+        name,
+        "dinov3",
+        model,
+        model,
+        part(model, "model.layer", "layer", "encoder.layer"),
+        part(model, "norm"),
+        prefix=prefix,
+        preprocessing=Preprocessing(*IMAGENET, size=224),
+        embed_pixels=part(model, "embeddings"),
+        rope_tables=tables,
+    )
+
+
+def _interpolating(embeddings: nn.Module, pre_norm: Callable[[Tensor], Tensor] | None, pixels: Tensor) -> Tensor:
+    tokens = embeddings(pixels, interpolate_pos_encoding=True)
+    return tokens if pre_norm is None else pre_norm(tokens)
+
+
+def clip(model: nn.Module, name: str) -> Backbone:
+    tower = optional_part(model, "vision_model") or model
+    return _backbone(
+        name,
+        "clip",
+        model,
+        tower,
+        part(tower, "encoder.layers"),
+        part(tower, "post_layernorm"),
+        prefix=1,
+        preprocessing=Preprocessing(*OPENAI, size=tower.config.image_size),
+        embed_pixels=partial(_interpolating, part(tower, "embeddings"), part(tower, "pre_layrnorm")),
+    )
+
+
+def siglip(model: nn.Module, name: str) -> Backbone:
+    tower = optional_part(model, "vision_model") or model
+    return _backbone(
+        name,
+        "siglip",
+        model,
+        tower,
+        part(tower, "encoder.layers"),
+        part(tower, "post_layernorm"),
+        prefix=0,
+        preprocessing=Preprocessing(*HALF, size=tower.config.image_size),
+        embed_pixels=partial(_interpolating, part(tower, "embeddings"), None),
+    )
+
+
+def vit(model: nn.Module, name: str, family: str = "vit", prefix: int = 1) -> Backbone:
+    normalisation = HALF if family == "vit" else IMAGENET
+    return _backbone(
+        name,
+        family,
+        model,
+        model,
+        part(model, "layers", "encoder.layer", "encoder.layers"),
+        part(model, "layernorm"),
+        prefix=prefix,
+        preprocessing=Preprocessing(*normalisation, size=model.config.image_size),
+        embed_pixels=partial(_interpolating, part(model, "embeddings"), None),
+    )
+
+
+def depth_anything(model: nn.Module, name: str) -> Backbone:
+    """DINOv2 with a DPT head. Hook i of transformers' backbone is the output of block i-1 (0 is the embedding)."""
+    config = model.backbone.config
+    hooks = tuple(sorted(index - 1 for index in config.out_indices))
+    if min(hooks) < 0:
+        raise ModelError(f"{name}: its DPT head reads the embedding (out_indices {config.out_indices}), not a block.")
+    return dinov2(
+        model.backbone,
+        name,
+        "depth-anything",
+        owner=model,
+        hook_layers=hooks,
+        hooks_normed=bool(config.apply_layernorm),
+    )

@@ -1,0 +1,126 @@
+"""The probe map linearised: blocks by hand, the final norm by hand, the decoder by `torch.func`.
+
+    F^l --block l+1--> ... --block L-1--> F^{L-1};   every layer that the decoder reads --norm--> decoder --> y
+
+Forward: tangents run up the blocks and are collected where the decoder reads. Reverse: the decoder hands back one
+cotangent per layer read, and they join the one that runs down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from pullback.backbones import LinearizedBlock, LinearizedNorm, Norm
+from pullback.operators.linearization import differentiable_attention, flat_output, for_each_tangent
+
+Tail = Callable[..., Tensor]  # one tensor [B, n, D] per tap that follows the perturbation -> [B, ...]
+
+
+class Tap:
+    """A layer that the decoder reads: its first ``rows`` tokens (or all), after the final norm or not."""
+
+    def __init__(self, tokens: Tensor, norm: Norm | None, rows: int | None) -> None:
+        self.rows, self.tokens, self.dim = rows, tokens.shape[1], tokens.shape[2]
+        read = tokens[:, :rows]
+        self.norm = None if norm is None else LinearizedNorm(norm, read)
+        self.weight = None if norm is None else norm.weight
+        self.value = read if norm is None else norm(read)
+
+    def jvp(self, tangent: Tensor) -> Tensor:
+        tangent = tangent[:, :, : self.rows]
+        if self.norm is None:
+            return tangent
+        unit = self.norm(tangent)
+        return (unit - unit.mean(-1, keepdim=True)) * self.weight
+
+    def vjp(self, cotangent: Tensor) -> Tensor:
+        if self.norm is not None:
+            unit = self.norm(cotangent * self.weight)
+            cotangent = unit - unit.mean(-1, keepdim=True)
+        if cotangent.shape[2] == self.tokens:
+            return cotangent
+        full = cotangent.new_zeros(*cotangent.shape[:2], self.tokens, self.dim)
+        full[:, :, : self.rows] = cotangent
+        return full
+
+
+class DecoderTail:
+    """The decoder (and task distance) as a function of the taps, differentiated by `torch.func`."""
+
+    def __init__(self, tail: Tail, values: Sequence[Tensor], *, linear: bool) -> None:
+        self.linear, self.count = linear, len(values)
+        self._values = tuple(value.detach() for value in values)
+        self._tail = lambda *taps: flat_output(tail(*taps), len(taps[0]))
+        with differentiable_attention(), torch.enable_grad():
+            output, self._vjp = torch.func.vjp(self._tail, *self._values)
+        self.output = output.detach()
+
+    def jvp(self, tangents: Sequence[Tensor]) -> Tensor:
+        """[B, K, n, D] per tap -> [B, K, M]."""
+        if self.linear:  # a linear function is its own derivative: fold the tangents into the batch
+            folded = self._tail(*(tangent.flatten(0, 1) for tangent in tangents))
+            return folded.unflatten(0, tangents[0].shape[:2])
+
+        def one(*tangent: Tensor) -> tuple[Tensor]:
+            return (torch.func.jvp(self._tail, self._values, tangent)[1],)
+
+        return for_each_tangent(one, *tangents)[0]
+
+    def vjp(self, cotangents: Tensor) -> tuple[Tensor, ...]:
+        """[B, K, M] -> [B, K, n, D] per tap."""
+        return for_each_tangent(self._vjp, cotangents)
+
+
+class ProbeLinearization:
+    """A `Linearization` of blocks, taps and decoder.
+
+    ``blocks[i]`` maps the state after i blocks to the state after i+1; ``taps`` maps such an index (0 is the probed
+    features themselves) to what the decoder reads there.
+    """
+
+    def __init__(
+        self,
+        features: Tensor,
+        blocks: Sequence[LinearizedBlock],
+        taps: dict[int, Tap],
+        tail: DecoderTail,
+        factor: Tensor | None,
+        bytes_per_tangent: int,
+    ) -> None:
+        self.input_shape = tuple(features.shape[1:])
+        self._dtype = features.dtype
+        self._blocks, self._taps, self._tail, self._factor = blocks, taps, tail, factor
+        self.output = tail.output if factor is None else _times(tail.output[:, None], factor)[:, 0]
+        self.bytes_per_tangent = bytes_per_tangent
+
+    def pushforward(self, tangents: Tensor) -> Tensor:
+        read = []
+        for index in range(len(self._blocks) + 1):
+            if index in self._taps:
+                read.append(self._taps[index].jvp(tangents))
+            if index < len(self._blocks):
+                tangents = self._blocks[index].jvp(tangents)
+        out = self._tail.jvp(read)
+        return out if self._factor is None else _times(out, self._factor)
+
+    def pullback(self, cotangents: Tensor) -> Tensor:
+        if self._factor is not None:
+            cotangents = cotangents @ self._factor.mT
+        pulled = iter(reversed(self._tail.vjp(cotangents)))
+        running: Tensor | None = None
+        for index in range(len(self._blocks), -1, -1):
+            if index < len(self._blocks) and running is not None:
+                running = self._blocks[index].vjp(running)
+            if index in self._taps:
+                arriving = self._taps[index].vjp(next(pulled))
+                running = arriving if running is None else running + arriving
+        assert running is not None  # a probe map reads at least one layer that follows the perturbation
+        return running
+
+
+def _times(output: Tensor, factor: Tensor) -> Tensor:
+    """L^T y on rows: [B, K, M] with L [B, M, k] -> [B, K, k]."""
+    return output @ factor

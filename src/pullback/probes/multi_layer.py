@@ -1,0 +1,83 @@
+"""The probe of a decoder that reads several layers, at the decoder's own input: the layers' tokens side by side.
+
+x = [F^{h1} | F^{h2} | ...] in R^{N x K D}, so no block lies between the probe and the decoder, and each layer may be
+perturbed on its own. Depth Anything reads its layers after the final norm: ``after_norm`` says whether x is what the
+decoder sees (default) or the raw block outputs, with the norm inside the probe map.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from pullback.backbones import Backbone, load_backbone
+from pullback.decoders import Decoder, TaskDistance, build_decoder, task_distance
+from pullback.layout import TokenLayout
+from pullback.probes.features import Features
+from pullback.probes.probe import FEATURE_BATCH, WithImages
+
+
+@dataclass(frozen=True)
+class MultiLayerProbe(WithImages):
+    """psi(x) = distance(decoder(x split into its layers))."""
+
+    backbone: Backbone
+    decoder: Decoder
+    distance: TaskDistance | None = None
+    after_norm: bool = True
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return self.decoder.layers
+
+    @property
+    def layer(self) -> str:
+        return "hooks"
+
+    @property
+    def name(self) -> str:
+        place = "after" if self.after_norm else "before"
+        return f"{self.backbone.name} {self.decoder.name} layers {list(self.layers)} {place} the norm"
+
+    @torch.no_grad()
+    def features(self, images: Tensor) -> Tensor:
+        """x of images [B, 3, H, W]: [B, N, K*D]."""
+        layout = self.backbone.token_layout(images)
+        parts = []
+        for batch in images.split(FEATURE_BATCH):
+            tokens = self.backbone.features(batch, self.layers)
+            read = [tokens[layer] for layer in self.layers]
+            if self.after_norm and self.decoder.normed:
+                read = [self.backbone.norm(part) for part in read]
+            parts.append(torch.cat(read, -1))
+        joined = torch.cat(parts)
+        return joined if layout.grid[0] == layout.grid[1] else Features.attach(joined, layout, {})
+
+    def token_layout(self, features: Tensor) -> TokenLayout:
+        known = getattr(features, "token_layout", None)
+        return known if isinstance(known, TokenLayout) else TokenLayout.square(features.shape[1], self.backbone.prefix)
+
+    def __call__(self, features: Tensor) -> Tensor:
+        layout = self.token_layout(features)
+        taps = list(features.as_subclass(torch.Tensor).chunk(len(self.layers), -1))
+        if self.decoder.normed and not self.after_norm:
+            taps = [self.backbone.norm(tap) for tap in taps]
+        output = self.decoder.decode([tap[:, : self.decoder.rows] for tap in taps], layout)
+        return output if self.distance is None else self.distance(output)
+
+
+def multi_layer_probe(
+    model: str | os.PathLike[str] | nn.Module,
+    decoder: str | Decoder = "depth",
+    *,
+    device: str | torch.device = "auto",
+    dtype: torch.dtype = torch.float32,
+    distance: str | TaskDistance | None = None,
+    after_norm: bool = True,
+) -> MultiLayerProbe:
+    """The multi-layer probe of a frozen model and one of its dense decoders."""
+    backbone = load_backbone(model, device=device, dtype=dtype)
+    return MultiLayerProbe(backbone, build_decoder(decoder, backbone), task_distance(distance), after_norm)
