@@ -1,0 +1,277 @@
+"""Images from disk to one normalised batch: resize the short side, crop the centre, scale to [0, 1], normalise.
+
+The steps are those of the ImageNet evaluation protocol (resize to 256, crop 224) at any size, done with Pillow alone.
+A file that cannot be used never stops the others: it is skipped and named with a reason.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps, UnidentifiedImageError
+from torch import Tensor
+
+from pullback.errors import ImageError
+
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".ppm")
+MAX_PIXELS = 89_478_485
+"""Images with more pixels than this (Pillow's own limit, a quarter of a gigabyte of RGB) are taken for bombs."""
+
+# Only these decoders are tried, whatever the file is called: others start external programs (EPS) or are seldom used.
+_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF", "PPM")
+_RESIZE_RATIO = (256, 224)
+_NAMED_IN_MESSAGES = 5
+
+PathLike: TypeAlias = "str | os.PathLike[str]"
+ImageSource: TypeAlias = "PathLike | Sequence[PathLike]"
+
+
+@dataclass(frozen=True)
+class SkippedImage:
+    """A file that could not be used, and why."""
+
+    path: Path
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.reason}"
+
+
+@dataclass(frozen=True, eq=False)
+class ImageBatch:
+    """What came out of reading: `pixels[i]` is the image at `paths[i]`; `skipped` names the files left out."""
+
+    pixels: Tensor  # [B, 3, H, W]
+    paths: tuple[Path, ...]
+    skipped: tuple[SkippedImage, ...]
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def warn_skipped(self, stacklevel: int = 1) -> None:
+        """Name the skipped files, if any, in one warning; `stacklevel` counts from the caller of this method."""
+        if self.skipped:
+            total = len(self.skipped) + len(self)
+            message = f"skipped {len(self.skipped)} of {total} image files: {_listing(self.skipped)}"
+            warnings.warn(message, stacklevel=stacklevel + 1)
+
+
+def load_images(path: ImageSource, size: int | tuple[int, int] = 224, limit: int | None = None) -> Tensor:
+    """Read images as one ImageNet-normalised float32 batch [B, 3, H, W]; unusable files are named in one warning."""
+    batch = read_images(path, size, limit=limit)
+    batch.warn_skipped(stacklevel=2)
+    return batch.pixels
+
+
+def read_images(
+    path: ImageSource,
+    size: int | tuple[int, int] = 224,
+    *,
+    mean: Sequence[float] = IMAGENET_MEAN,
+    std: Sequence[float] = IMAGENET_STD,
+    limit: int | None = None,
+    interpolation: str = "bicubic",
+) -> ImageBatch:
+    """Read images as one batch, together with their paths and the files that had to be skipped.
+
+    Args:
+        path: a file, a folder (searched recursively, sorted, hidden files left out), a glob, or a list of these.
+        size: side of the square crop, or (height, width). The image is first scaled to cover size · 256/224.
+        mean, std: per channel, applied to RGB in [0, 1].
+        limit: number of good images to stop at; bad files on the way do not count.
+        interpolation: a Pillow filter: nearest, box, bilinear, hamming, bicubic or lanczos.
+
+    Pictures are turned upright by their EXIF orientation. Gray, palette, CMYK and 16-bit images become 8-bit RGB;
+    an alpha channel is dropped, not blended; of an animation the first frame is taken.
+    """
+    pixels: list[Tensor] = []
+    paths: list[Path] = []
+    skipped: list[SkippedImage] = []
+    images = iter_images(path, size, mean=mean, std=std, limit=limit, interpolation=interpolation)
+    for file, image in images:
+        if isinstance(image, SkippedImage):
+            skipped.append(image)
+        else:
+            pixels.append(image)
+            paths.append(file)
+    if not pixels:
+        raise ImageError(
+            f"path={_show(path)}: expected at least one readable image, but none of the {len(skipped)} files "
+            f"could be used: {_listing(skipped)}. Replace these files or give another path."
+        )
+    return ImageBatch(torch.stack(pixels), tuple(paths), tuple(skipped))
+
+
+def iter_images(
+    path: ImageSource,
+    size: int | tuple[int, int] = 224,
+    *,
+    mean: Sequence[float] = IMAGENET_MEAN,
+    std: Sequence[float] = IMAGENET_STD,
+    limit: int | None = None,
+    interpolation: str = "bicubic",
+) -> Iterator[tuple[Path, Tensor | SkippedImage]]:
+    """Stream what `read_images` collects, one file at a time: (path, image [3, H, W] or the reason it was skipped).
+
+    Arguments are checked and files are listed at the call; files are opened as the iterator advances.
+    """
+    crop = _checked_size(size)
+    if limit is not None and limit < 1:
+        raise ImageError(f"limit={limit}: expected a positive number of images, or None for all of them.")
+    resample = getattr(Image.Resampling, interpolation.upper(), None)
+    if resample is None:
+        names = ", ".join(choice.name.lower() for choice in Image.Resampling)
+        raise ImageError(f"interpolation={interpolation!r}: expected one of {names}.")
+    if len(mean) != 3 or len(std) != 3 or min(std) <= 0:
+        raise ImageError(f"mean={tuple(mean)}, std={tuple(std)}: expected three numbers each, std positive.")
+    centre = torch.tensor(mean, dtype=torch.float32).view(3, 1, 1)
+    spread = torch.tensor(std, dtype=torch.float32).view(3, 1, 1)
+    return _stream(find_images(path), crop, centre, spread, limit, resample)
+
+
+def find_images(path: ImageSource) -> list[Path]:
+    """List the image files behind a file, folder, glob or list of these; raise ImageError when there are none.
+
+    A file named directly is listed whatever its extension; folders and globs are filtered by EXTENSIONS.
+    """
+    sources = [path] if isinstance(path, str | os.PathLike) else list(path)
+    files = [file for source in sources for file in _expand(source)]
+    if not files:
+        raise ImageError(
+            f"path={_show(path)}: no image found; looked for {' '.join(EXTENSIONS)} (folders are searched "
+            "recursively). Give a folder that holds images, a single image file, or a glob such as 'photos/*.jpg'."
+        )
+    return files
+
+
+def _expand(source: PathLike) -> list[Path]:
+    path = Path(source).expanduser()
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        found = [Path(folder, name) for folder, _, names in os.walk(path) for name in names]
+        return sorted(f for f in found if _is_image_name(f) and not _is_hidden(f.relative_to(path)))
+    if any(wildcard in str(path) for wildcard in "*?["):
+        matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
+        return [match for match in matches if match.is_file() and _is_image_name(match)]
+    raise ImageError(
+        f"path={str(source)!r}: no such file or folder (current folder: {Path.cwd()}). "
+        "Expected an image file, a folder, a glob or a list of these; check the spelling."
+    )
+
+
+def _is_image_name(path: Path) -> bool:
+    return path.suffix.lower() in EXTENSIONS
+
+
+def _is_hidden(relative: Path) -> bool:
+    return any(part.startswith(".") for part in relative.parts)
+
+
+def _stream(
+    files: Sequence[Path],
+    crop: tuple[int, int],
+    mean: Tensor,
+    std: Tensor,
+    limit: int | None,
+    resample: Image.Resampling,
+) -> Iterator[tuple[Path, Tensor | SkippedImage]]:
+    good = 0
+    for file in files:
+        try:
+            rgb = _read_crop(file, crop, resample)
+        except _Unusable as error:
+            yield file, SkippedImage(file, str(error))
+        except Exception as error:  # on a damaged file Pillow's decoders raise nearly anything
+            yield file, SkippedImage(file, _reason(error))
+        else:
+            pixels = torch.from_numpy(np.array(rgb)).permute(2, 0, 1).float() / 255  # [3, H, W]
+            yield file, ((pixels - mean) / std).contiguous()
+            good += 1
+            if good == limit:
+                return
+
+
+class _Unusable(Exception):
+    """A reason of our own to skip a file."""
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, Image.DecompressionBombError | Image.DecompressionBombWarning):
+        return f"image bomb: {error}"
+    if isinstance(error, UnidentifiedImageError):
+        return f"not a readable image ({', '.join(_FORMATS)} are tried)"
+    return f"cannot be decoded: {error or type(error).__name__}"
+
+
+def _read_crop(file: Path, crop: tuple[int, int], resample: Image.Resampling) -> Image.Image:
+    """Open, turn upright, convert to RGB, resize and crop; the size in the header is checked before decoding."""
+    if file.stat().st_size == 0:
+        raise _Unusable("empty file (0 bytes)")
+    with Image.open(file, formats=_FORMATS) as image:
+        _check_pixels(image.width, image.height, "has")
+        upright = ImageOps.exif_transpose(image)
+        scaled = _scaled_size(upright.width, upright.height, crop)
+        _check_pixels(*scaled, "would have, once resized,")
+        rgb = _to_rgb(upright)
+    if rgb.size != scaled:
+        rgb = rgb.resize(scaled, resample)
+    height, width = crop
+    left, top = (rgb.width - width) // 2, (rgb.height - height) // 2
+    return rgb.crop((left, top, left + width, top + height))
+
+
+def _check_pixels(width: int, height: int, verb: str) -> None:
+    if width * height > MAX_PIXELS:
+        raise _Unusable(f"image bomb: {verb} {width}×{height} = {width * height} pixels, the limit is {MAX_PIXELS}")
+
+
+def _scaled_size(width: int, height: int, crop: tuple[int, int]) -> tuple[int, int]:
+    """(width, height) that just covers crop · 256/224; the longer side is rounded down as torchvision and HF do."""
+    numerator, denominator = _RESIZE_RATIO
+    cover_h, cover_w = (round(side * numerator / denominator) for side in crop)
+    if cover_h * width >= cover_w * height:  # the height decides
+        return cover_h * width // height, cover_h
+    return cover_w, cover_w * height // width
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode.startswith("I"):  # 16-bit gray; Pillow's own conversion clips at 255 or depends on its version
+        values = np.asarray(image).astype(np.int64).clip(0, 65535)
+        image = Image.fromarray(np.rint(values / 257).astype(np.uint8))
+    elif image.mode == "F":
+        raise _Unusable("floating-point pixels have no agreed range; save the image with 8 or 16 bits")
+    elif image.mode == "P" and "transparency" in image.info:
+        image = image.convert("RGBA")  # straight to RGB, Pillow warns about the transparency
+    return image.convert("RGB")
+
+
+def _checked_size(size: int | tuple[int, int]) -> tuple[int, int]:
+    sides = tuple(size) if isinstance(size, tuple | list) else (size, size)
+    if len(sides) != 2 or not all(isinstance(side, int) and side > 0 for side in sides):
+        raise ImageError(f"size={size!r}: expected a positive number of pixels or (height, width), such as 224.")
+    return sides
+
+
+def _listing(skipped: Sequence[SkippedImage]) -> str:
+    named = "; ".join(str(image) for image in skipped[:_NAMED_IN_MESSAGES])
+    more = len(skipped) - _NAMED_IN_MESSAGES
+    return named + (f"; and {more} more" if more > 0 else "")
+
+
+def _show(path: ImageSource) -> str:
+    if isinstance(path, str | os.PathLike):
+        return repr(os.fspath(path))
+    shown = ", ".join(repr(os.fspath(p)) for p in list(path)[:_NAMED_IN_MESSAGES])
+    return f"[{shown}{', …' if len(path) > _NAMED_IN_MESSAGES else ''}]"
