@@ -1,0 +1,27 @@
+"""What the Jacobian says about a backbone and its decoder: spectrum, importance, tractability."""
+
+from pullback.geometry.concentration import coefficient_of_variation, null_cv
+from pullback.geometry.convergence import ConvergenceRow, convergence_table
+from pullback.geometry.multiplicity import layer_multiplicity
+from pullback.geometry.regimes import Regime, Thresholds, classify
+from pullback.geometry.spectrum import Spectrum, spectrum, token_importance
+from pullback.geometry.summary import Summary
+from pullback.geometry.tractability import SampleDiagnosis, Tractability, diagnose
+
+__all__ = [
+    "ConvergenceRow",
+    "Regime",
+    "SampleDiagnosis",
+    "Spectrum",
+    "Summary",
+    "Thresholds",
+    "Tractability",
+    "classify",
+    "coefficient_of_variation",
+    "convergence_table",
+    "diagnose",
+    "layer_multiplicity",
+    "null_cv",
+    "spectrum",
+    "token_importance",
+]

@@ -1,0 +1,41 @@
+"""Numbers of several samples, each with its own error, as one number with its error."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from scipy.stats import t as student
+
+
+@dataclass(frozen=True)
+class Summary:
+    """``std`` is between samples (n-1), ``se`` of their mean: from that spread, which contains the estimation error, or
+    for a single sample its own error. ``estimation_se`` is the part that more products would remove."""
+
+    mean: float
+    std: float
+    se: float
+    estimation_se: float
+    count: int
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """95 % for the mean over such samples."""
+        half = 2 * self.se if self.count == 1 else float(student.ppf(0.975, self.count - 1)) * self.se
+        return self.mean - half, self.mean + half
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3g} ± {self.se:.2g}"
+
+
+def summarize(pairs: Sequence[tuple[float, float]]) -> Summary:
+    """(value, standard error) per sample -> their mean."""
+    count = len(pairs)
+    mean = sum(value for value, _ in pairs) / count
+    own = math.sqrt(sum(se**2 for _, se in pairs)) / count
+    if count == 1:
+        return Summary(mean, 0.0, own, own, 1)
+    std = math.sqrt(sum((value - mean) ** 2 for value, _ in pairs) / (count - 1))
+    return Summary(mean, std, max(std / math.sqrt(count), own), own, count)

@@ -1,0 +1,259 @@
+"""The tractability diagnostic (Algorithm 1): does a low-rank task metric exist here, and which tokens carry it?"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pullback.errors import ImageError, RankError
+from pullback.geometry.batches import Probe, Sketched, output_size, sketch_in_batches
+from pullback.geometry.concentration import coefficient_of_variation, null_cv
+from pullback.geometry.convergence import ConvergenceRow, convergence_table
+from pullback.geometry.regimes import THRESHOLDS, Regime, Thresholds, classify, looks_random
+from pullback.geometry.spectrum import as_token_maps
+from pullback.geometry.summary import Summary, summarize
+from pullback.layout import TokenLayout
+from pullback.operators import JacobianOperator, LowRankMetric, ProductCount
+from pullback.randnla import Streams, effective_rank_from_spectrum
+
+
+@dataclass(frozen=True)
+class SampleDiagnosis:
+    """One sample. Pairs are (value, standard error)."""
+
+    kappa: dict[int, tuple[float, float]]  # rank -> kappa_cap(rank)
+    r_eff_trunc: float
+    r_eff_slq: tuple[float, float]
+    cv: float
+    cv_patches: float
+    r90: tuple[int, bool]  # (rank, it is only a lower bound)
+    gradient_signal_ratio: float
+    energy: tuple[float, float]  # |J|_F^2
+    singular_values: tuple[float, ...]
+    products: ProductCount
+
+
+@dataclass(frozen=True)
+class Tractability:
+    """The diagnosis of one probe map over several samples."""
+
+    probe: str
+    layer: int | str
+    ranks: tuple[int, ...]  # as asked for
+    ranks_used: tuple[int, ...]  # lowered to min(M, N*D) where necessary
+    output_size: int
+    input_shape: tuple[int, int]
+    method: str
+    seed: int
+    samples: tuple[SampleDiagnosis, ...]
+    cv_null: float
+    regime: Regime
+    convergence: tuple[ConvergenceRow, ...]
+    importance: Tensor  # [B, N], imp* of every token
+    token_layout: TokenLayout
+    products: ProductCount  # of all samples together
+    seconds: float
+    thresholds: Thresholds = THRESHOLDS
+
+    @property
+    def rank(self) -> int:
+        return self.ranks[0]
+
+    @property
+    def kappa(self) -> Summary:
+        """kappa_cap at the first rank."""
+        return self.kappa_at(self.ranks_used[0])
+
+    def kappa_at(self, rank: int) -> Summary:
+        return summarize([sample.kappa[rank] for sample in self.samples])
+
+    @property
+    def cv(self) -> Summary:
+        return summarize([(sample.cv, 0.0) for sample in self.samples])
+
+    @property
+    def cv_patches(self) -> Summary:
+        return summarize([(sample.cv_patches, 0.0) for sample in self.samples])
+
+    @property
+    def r_eff_trunc(self) -> Summary:
+        return summarize([(sample.r_eff_trunc, 0.0) for sample in self.samples])
+
+    @property
+    def r_eff_slq(self) -> Summary:
+        return summarize([sample.r_eff_slq for sample in self.samples])
+
+    @property
+    def tail_ratio(self) -> Summary:
+        pairs = [(s.r_eff_slq[0] / s.r_eff_trunc, s.r_eff_slq[1] / s.r_eff_trunc) for s in self.samples]
+        return summarize(pairs)
+
+    @property
+    def r90(self) -> tuple[int, bool]:
+        """The median over samples, a lower bound if any sample's is one."""
+        values = sorted(sample.r90[0] for sample in self.samples)
+        return values[len(values) // 2], any(sample.r90[1] for sample in self.samples)
+
+    @property
+    def advice(self) -> str:
+        """One sentence on what to do, with a warning when the modes look like noise."""
+        if looks_random(self.cv.mean, self.cv_null, self.thresholds):
+            return (
+                f"CV {self.cv.mean:.3f} is indistinguishable from a random direction (null {self.cv_null:.3f}): the "
+                f"modes have probably not converged. {self.regime.advice}"
+            )
+        return self.regime.advice
+
+    def __str__(self) -> str:
+        bound = ">=" if self.r90[1] else ""
+        return (
+            f"{self.probe}: kappa({self.ranks_used[0]}) = {self.kappa}, r_eff = {self.r_eff_slq}, "
+            f"CV = {self.cv.mean:.2f} (null {self.cv_null:.3f}), r90 {bound}{self.r90[0]}, "
+            f"regime ({self.regime.label}) {self.regime.title}. {self.advice}"
+        )
+
+
+def diagnose(
+    probe: Probe,
+    images: Tensor,
+    rank: int | Sequence[int] = 20,
+    method: str = "auto",
+    *,
+    seed: int = 0,
+    rtol: float | None = None,
+    precision: str = "float32",
+    batch_size: int | None = None,
+    convergence_samples: int = 1,
+    thresholds: Thresholds = THRESHOLDS,
+    on_progress: Callable[[int], None] | None = None,
+    **knobs: Any,
+) -> Tractability:
+    """kappa_cap at one or several ranks, effective ranks, CV and its null, r_0.90, regime and advice, with error bars.
+
+    A rank above min(M, N*D) is lowered to it; the regime is then (iv). ``convergence_samples``: for how many samples
+    the power-iteration table is measured as well (6 rank pairs each). Other ``knobs`` go to `randnla.sketch`.
+    """
+    ranks = (rank,) if isinstance(rank, int) else tuple(rank)
+    if not ranks or min(ranks) < 1:
+        raise RankError(f"rank: expected one or several numbers from 1 up, got {rank!r}.")
+    if len(images) == 0:
+        raise ImageError("images: expected at least one image, got an empty batch.")
+    begun = time.perf_counter()
+    features = probe.features(images)
+    rows, inputs = output_size(probe, features), features[0].numel()
+    limit = min(rows, inputs)
+    used = tuple(min(r, limit) for r in ranks)
+    layout = probe.token_layout(features)
+    shape = (features.shape[1], features.shape[2])
+    samples: list[SampleDiagnosis] = []
+    importance: list[Tensor] = []
+    convergence: tuple[ConvergenceRow, ...] = ()
+    products = ProductCount()
+    method_used = method
+    for part in sketch_in_batches(
+        probe,
+        features,
+        max(used),
+        seed=seed,
+        precision=precision,
+        batch_size=batch_size,
+        method=method,
+        rtol=rtol,
+        **knobs,
+    ):
+        modes = as_token_maps(part.sketch.right, features.shape[1:])
+        importance.append(LowRankMetric(modes, part.sketch.singular_values.square()).importance().cpu())
+        samples += _diagnose_batch(part, modes, used, layout)
+        method_used = part.sketch.method
+        count = len(modes)
+        if not convergence and convergence_samples > 0:
+            convergence = _convergence(probe, features[: min(count, convergence_samples)], part, used[0], seed)
+            products += _times(ProductCount(6 * used[0] + 1, 6 * used[0]), min(count, convergence_samples))
+        products += _times(part.sketch.products, count)
+        if on_progress is not None:
+            on_progress(count)
+    first = used[0]
+    summary = {
+        "kappa": summarize([s.kappa[first] for s in samples]).mean,
+        "effective_rank": summarize([s.r_eff_slq for s in samples]).mean,
+        "cv": summarize([(s.cv, 0.0) for s in samples]).mean,
+    }
+    return Tractability(
+        probe=probe.name,
+        layer=probe.layer,
+        ranks=ranks,
+        ranks_used=used,
+        output_size=rows,
+        input_shape=shape,
+        method=method_used,
+        seed=seed,
+        samples=tuple(samples),
+        cv_null=null_cv(shape[1]),
+        regime=classify(**summary, rank=ranks[0], max_rank=limit, thresholds=thresholds),
+        convergence=convergence,
+        importance=torch.cat(importance),
+        token_layout=layout,
+        products=products,
+        seconds=time.perf_counter() - begun,
+        thresholds=thresholds,
+    )
+
+
+def _times(count: ProductCount, samples: int) -> ProductCount:
+    return ProductCount(count.jvp * samples, count.vjp * samples)
+
+
+def _convergence(probe: Probe, features: Tensor, part: Sketched, rank: int, seed: int) -> tuple[ConvergenceRow, ...]:
+    count = len(features)
+    operator = JacobianOperator(probe, features)
+    streams = Streams.from_seed(seed + 1, count, features.device)
+    reference = part.sketch.right[:count, :, :rank]
+    return convergence_table(operator, reference, part.sketch.total.value[:count], streams=streams)
+
+
+def _diagnose_batch(
+    part: Sketched, modes: Tensor, ranks: tuple[int, ...], layout: TokenLayout
+) -> list[SampleDiagnosis]:
+    sketch, first = part.sketch, ranks[0]
+    assert sketch.effective_rank is not None
+    cv = coefficient_of_variation(modes[:, :first])
+    cv_patches = coefficient_of_variation(modes[:, :first], layout.patch_mask())
+    trunc = effective_rank_from_spectrum(sketch.singular_values[:, :first])
+    inputs = math.prod(modes.shape[2:])
+    signal = sketch.singular_values[:, 0].double().square() * inputs / sketch.total.value
+    known = sketch.singular_values if sketch.spectrum is None else sketch.spectrum
+    captured = known.double().square().cumsum(1) / sketch.total.value[:, None]
+    columns = {
+        "kappa": (sketch.kappa.value.tolist(), sketch.kappa.se.tolist()),
+        "slq": (sketch.effective_rank.value.tolist(), sketch.effective_rank.se.tolist()),
+        "energy": (sketch.total.value.tolist(), sketch.total.se.tolist()),
+    }
+    lists = {"cv": cv.tolist(), "patches": cv_patches.tolist(), "trunc": trunc.tolist(), "gsr": signal.tolist()}
+    values = sketch.singular_values.tolist()
+    return [
+        SampleDiagnosis(
+            kappa={r: (columns["kappa"][0][i][r - 1], columns["kappa"][1][i][r - 1]) for r in ranks},
+            r_eff_trunc=lists["trunc"][i],
+            r_eff_slq=(columns["slq"][0][i], columns["slq"][1][i]),
+            cv=lists["cv"][i],
+            cv_patches=lists["patches"][i],
+            r90=_rank_for(captured[i], 0.90),
+            gradient_signal_ratio=lists["gsr"][i],
+            energy=(columns["energy"][0][i], columns["energy"][1][i]),
+            singular_values=tuple(values[i]),
+            products=sketch.products,
+        )
+        for i in range(len(modes))
+    ]
+
+
+def _rank_for(captured: Tensor, share: float) -> tuple[int, bool]:
+    """The first rank at which the captured energy reaches the share, or one past the ranks that are known."""
+    reached = (captured >= share - 1e-12).nonzero().flatten()
+    return (int(reached[0]) + 1, False) if len(reached) else (len(captured) + 1, True)
