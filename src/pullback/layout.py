@@ -41,7 +41,7 @@ class TokenLayout:
     def square(tokens: int, prefix: int) -> TokenLayout:
         """The layout of a square image with this many tokens."""
         side = math.isqrt(max(0, tokens - prefix))
-        if side * side != tokens - prefix:
+        if side == 0 or side * side != tokens - prefix:
             raise ShapeError(
                 f"features: {tokens} tokens with {prefix} prefix tokens do not make a square grid, so the image shape "
                 "must come along. Pass what probe.features(images) returned, or slices and sums of it."

@@ -46,15 +46,15 @@ def optional_part(module: Any, *paths: str) -> Any | None:
         return None
 
 
-def _affine(linear: nn.Module) -> Affine:
+def _affine(linear: Any) -> Affine:
     return Affine(part(linear, "weight"), linear.bias)
 
 
-def _norm(norm: nn.Module) -> Norm:
+def _norm(norm: Any) -> Norm:
     return Norm(part(norm, "weight"), norm.bias, norm.eps)
 
 
-def _mlp(mlp: nn.Module) -> Mlp:
+def _mlp(mlp: Any) -> Mlp:
     activation = optional_part(mlp, "activation_fn", "activation", "act_fn") or nn.functional.silu
     fused = optional_part(mlp, "weights_in")  # SwiGLU with gate and value in one matrix
     if fused is not None:
@@ -74,7 +74,7 @@ def _mlp(mlp: nn.Module) -> Mlp:
     )
 
 
-def _block(layer: nn.Module, heads: int) -> Block:
+def _block(layer: Any, heads: int) -> Block:
     attention = part(layer, "attention", "self_attn")
     return Block(
         norm1=_norm(part(layer, "norm1", "layer_norm1", "layernorm_before")),
@@ -90,9 +90,7 @@ def _block(layer: nn.Module, heads: int) -> Block:
     )
 
 
-def _backbone(
-    name: str, family: str, model: nn.Module, tower: nn.Module, layers: Any, norm: nn.Module, **kwargs: Any
-) -> Backbone:
+def _backbone(name: str, family: str, model: Any, tower: Any, layers: Any, norm: Any, **kwargs: Any) -> Backbone:
     config = tower.config
     if getattr(config, "hidden_act", "") is None or config.num_hidden_layers != len(layers):
         raise ModelError(f"{name}: the configuration does not describe the {len(layers)} layers that were found.")
@@ -108,7 +106,7 @@ def _backbone(
     )
 
 
-def dinov2(model: nn.Module, name: str, family: str = "dinov2", **hooks: Any) -> Backbone:
+def dinov2(model: Any, name: str, family: str = "dinov2", **hooks: Any) -> Backbone:
     registers = getattr(model.config, "num_register_tokens", 0) or 0
     return _backbone(
         name,
@@ -124,7 +122,7 @@ def dinov2(model: nn.Module, name: str, family: str = "dinov2", **hooks: Any) ->
     )
 
 
-def dinov3(model: nn.Module, name: str) -> Backbone:
+def dinov3(model: Any, name: str) -> Backbone:
     prefix = 1 + model.config.num_register_tokens
     rope = part(model, "rope_embeddings")
 
@@ -149,12 +147,12 @@ def dinov3(model: nn.Module, name: str) -> Backbone:
     )
 
 
-def _interpolating(embeddings: nn.Module, pre_norm: Callable[[Tensor], Tensor] | None, pixels: Tensor) -> Tensor:
+def _interpolating(embeddings: Any, pre_norm: Callable[[Tensor], Tensor] | None, pixels: Tensor) -> Tensor:
     tokens = embeddings(pixels, interpolate_pos_encoding=True)
     return tokens if pre_norm is None else pre_norm(tokens)
 
 
-def clip(model: nn.Module, name: str) -> Backbone:
+def clip(model: Any, name: str) -> Backbone:
     tower = optional_part(model, "vision_model") or model
     return _backbone(
         name,
@@ -169,7 +167,7 @@ def clip(model: nn.Module, name: str) -> Backbone:
     )
 
 
-def siglip(model: nn.Module, name: str) -> Backbone:
+def siglip(model: Any, name: str) -> Backbone:
     tower = optional_part(model, "vision_model") or model
     return _backbone(
         name,
@@ -184,7 +182,7 @@ def siglip(model: nn.Module, name: str) -> Backbone:
     )
 
 
-def vit(model: nn.Module, name: str, family: str = "vit", prefix: int = 1) -> Backbone:
+def vit(model: Any, name: str, family: str = "vit", prefix: int = 1) -> Backbone:
     normalisation = HALF if family == "vit" else IMAGENET
     return _backbone(
         name,
@@ -199,7 +197,7 @@ def vit(model: nn.Module, name: str, family: str = "vit", prefix: int = 1) -> Ba
     )
 
 
-def depth_anything(model: nn.Module, name: str) -> Backbone:
+def depth_anything(model: Any, name: str) -> Backbone:
     """DINOv2 with a DPT head. Hook i of transformers' backbone is the output of block i-1 (0 is the embedding)."""
     config = model.backbone.config
     hooks = tuple(sorted(index - 1 for index in config.out_indices))

@@ -13,15 +13,37 @@ K is folded into the rows or columns of each attention product, laid out so that
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from pullback.backbones.block import Block, Mlp, Norm, Rope
 
+Part = TypeVar("Part", bound="Linearized")
 
-class LinearizedNorm:
+
+class Linearized:
+    """What was saved at the base point, to multiply with."""
+
+    def to(self: Part, dtype: torch.dtype) -> Part:
+        """A copy whose products run in ``dtype``; this one stays as it is."""
+        part = copy.copy(self)
+        vars(part).update({name: _cast(value, dtype) for name, value in vars(self).items()})
+        return part
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, (Tensor, Linearized)):
+        return value.to(dtype)
+    if isinstance(value, Rope):
+        return Rope(*(table.to(dtype) for table in value))
+    return tuple(_cast(item, dtype) for item in value) if isinstance(value, tuple) else value
+
+
+class LinearizedNorm(Linearized):
     """x -> x^ at fixed x, without weight and centring (see `_after_norm`). It is its own adjoint."""
 
     def __init__(self, norm: Norm, x: Tensor) -> None:
@@ -44,7 +66,7 @@ def _after_norm(norm: Norm, weight: Tensor) -> Tensor:
     return folded - folded.mean(-1, keepdim=True)
 
 
-class LinearizedMlp:
+class LinearizedMlp(Linearized):
     """normalised tokens -> Mlp, at fixed input; scale2 is folded into the last matrix."""
 
     def __init__(self, mlp: Mlp, norm: Norm, scale: Tensor | None, x: Tensor) -> None:
@@ -53,7 +75,7 @@ class LinearizedMlp:
         if mlp.gate is None:
             hidden, slope = _value_and_slope(mlp.activation, up)
             self.inner = _after_norm(norm, mlp.up.weight)
-            self.slopes = (slope[:, None],)
+            self.slopes: tuple[Tensor, ...] = (slope[:, None],)
         else:
             gated, slope = _value_and_slope(mlp.activation, mlp.gate(x))
             hidden = gated * up
@@ -82,10 +104,15 @@ def _before_scale(weight: Tensor, scale: Tensor | None) -> Tensor:
 
 
 def _value_and_slope(activation: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.func.jvp(activation, (x,), (torch.ones_like(x),))
+    """An elementwise function and its derivative. (The first forward-mode call imports for a second.)"""
+    with torch.enable_grad():
+        point = x.detach().requires_grad_()
+        value = activation(point)
+        (slope,) = torch.autograd.grad(value.sum(), point)
+    return value.detach(), slope
 
 
-class LinearizedAttention:
+class LinearizedAttention(Linearized):
     """normalised tokens [B, N, D] -> scale1 * Attention [B, R, D] for the first R tokens, at fixed input."""
 
     def __init__(self, block: Block, x: Tensor, rope: Rope | None, rows: int) -> None:
@@ -154,7 +181,7 @@ def _accumulate(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return flat.view(total.shape)
 
 
-class LinearizedBlock:
+class LinearizedBlock(Linearized):
     """A `Block` at fixed tokens x [B, N, D]: ``output`` [B, R, D], and products with its Jacobian."""
 
     def __init__(self, block: Block, x: Tensor, rope: Rope | None = None, rows: int | None = None) -> None:

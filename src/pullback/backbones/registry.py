@@ -15,14 +15,15 @@ from pullback.errors import ModelError
 
 @dataclass(frozen=True)
 class Family:
-    """``model_types`` are transformers' configuration names; ``loader`` its class that loads a checkpoint.
+    """``model_types`` are transformers' configuration names; ``loader`` its class for the checkpoint, None where we
+    read the checkpoint ourselves.
 
     ``may_lack``: parameters that published checkpoints leave out and that no decoder here reads unless they are there.
     """
 
     name: str
     model_types: tuple[str, ...]
-    loader: str
+    loader: str | None
     adapt: Callable[[nn.Module, str], Backbone]
     decoders: tuple[str, ...]
     example: str
@@ -33,7 +34,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         "dinov2",
         ("dinov2",),
-        "AutoModel",
+        None,
         families.dinov2,
         ("cls", "mean", "saliency"),
         "facebook/dinov2-base",
@@ -42,7 +43,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         "dinov2-registers",
         ("dinov2_with_registers",),
-        "AutoModel",
+        None,
         partial(families.dinov2, family="dinov2-registers"),
         ("cls", "mean"),
         "facebook/dinov2-with-registers-base",

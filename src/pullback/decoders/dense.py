@@ -74,6 +74,7 @@ class SaliencyHead(nn.Module):
 
 def load_saliency_head(folder: Path, dim: int) -> SaliencyHead:
     """The decoder beside a fine-tuned backbone: ``folder``/decoder.safetensors."""
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     path = folder / "decoder.safetensors"
@@ -83,8 +84,11 @@ def load_saliency_head(folder: Path, dim: int) -> SaliencyHead:
             "decoder.safetensors."
         )
     head = SaliencyHead(dim)
-    state = load_file(path)
-    missing, unexpected = head.load_state_dict(state, strict=False)
+    try:
+        missing, unexpected = head.load_state_dict(load_file(path), strict=False, assign=True)
+    except (RuntimeError, SafetensorError) as error:
+        lines = str(error).splitlines()
+        raise DecoderError(f"decoder: {path} does not fit the saliency head: {lines[-1].strip()}") from None
     missing = [key for key in missing if not key.endswith("num_batches_tracked")]
     if missing or unexpected:
         raise DecoderError(

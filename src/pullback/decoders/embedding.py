@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from pullback.backbones import Backbone
 from pullback.decoders.decoder import Decoder
@@ -63,7 +64,7 @@ def pool(backbone: Backbone) -> Decoder:
     return Decoder("pool", last, lambda taps, layout: pooler(taps[0]), rows=1)
 
 
-def attention_pool(head: nn.Module, tokens: Tensor) -> Tensor:
+def attention_pool(head: Any, tokens: Tensor) -> Tensor:
     """SigLIP's pooling head, [B, N, D] -> [B, D], written out: `nn.MultiheadAttention` has no forward mode."""
     attention = head.attention
     heads = attention.num_heads

@@ -20,7 +20,7 @@ OutputMetric = Tensor | Callable[[Tensor], Tensor]
 
 def factor_at(metric: OutputMetric, output: Tensor) -> Tensor:
     """L [B, M, k] at the base output [B, M]."""
-    factor = metric if isinstance(metric, Tensor) else metric(output.detach())
+    factor = metric(output.detach()) if callable(metric) else metric
     if not isinstance(factor, Tensor):
         raise DecoderError(f"output_metric: expected a factor L as a tensor, got {type(factor).__name__}.")
     factor = factor.detach().to(output)

@@ -35,7 +35,7 @@ def build_decoder(choice: str | Callable[[Tensor], Tensor] | PatchGrid | Decoder
         return _user_decoder(choice, backbone)
     if choice in EMBEDDINGS:
         return EMBEDDINGS[choice](backbone)
-    sized = re.fullmatch(r"depth(?:-(\d+)x(\d+))?", choice)
+    sized = re.fullmatch(r"depth(?:-(\d+)x(\d+))?", str(choice))
     if sized is not None:
         grid = (int(sized[1]), int(sized[2])) if sized[1] else None
         if grid is not None and min(grid) < 1:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -15,8 +16,8 @@ from pullback.errors import DecoderError
 
 TaskDistance = Callable[[Tensor], Tensor]
 
-# Depth heads end in a ReLU, so log needs a floor: this share of each image's median output. Pixels under it are
-# constant and carry no sensitivity.
+# Depth heads end in a ReLU, so log needs a floor: this share of the median of each image's positive outputs. Pixels
+# under it are constant and carry no sensitivity.
 LOG_FLOOR = 1e-3
 
 
@@ -26,9 +27,10 @@ def cosine(output: Tensor) -> Tensor:
 
 
 def log(output: Tensor) -> Tensor:
-    """log max(y, floor), the floor being `LOG_FLOOR` times the median of the image's output, held constant."""
+    """log max(y, floor), the floor being `LOG_FLOOR` times the median of the image's positive outputs, held constant."""
     flat = output.flatten(1)
-    floor = (LOG_FLOOR * flat.detach().median(1, keepdim=True).values).clamp_min(1e-12)
+    positive = flat.detach().where(flat.detach() > 0, torch.nan)
+    floor = (LOG_FLOOR * positive.nanmedian(1, keepdim=True).values).nan_to_num(0.0).clamp_min(1e-12)
     return flat.maximum(floor).log()
 
 

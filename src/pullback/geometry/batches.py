@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -10,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from pullback.errors import PullbackError
 from pullback.layout import TokenLayout
 from pullback.operators import JacobianOperator, check_sensitive
 from pullback.operators.memory import free_bytes, is_out_of_memory
@@ -17,6 +17,8 @@ from pullback.randnla import Sketch, Streams, sketch
 
 # On a CPU a few samples already fill the cores; on a GPU more of them hide the launches.
 MAX_SAMPLES = {"cpu": 2, "cuda": 64}
+DENSE_SHARE = 0.15
+"""The part of free memory that the dense J of one sample may take."""
 
 
 class Probe(Protocol):
@@ -37,18 +39,15 @@ class Probe(Protocol):
 
 @dataclass(frozen=True)
 class Sketched:
-    """A batch of samples ``first``, ``first`` + 1, ... with its operator and sketch."""
+    """The sketch of samples ``first``, ``first`` + 1, ..."""
 
     first: int
-    operator: JacobianOperator
     sketch: Sketch
-    seconds: float
 
 
 def output_size(probe: Probe, features: Tensor) -> int:
-    """M, from one sample."""
-    with torch.no_grad():
-        return probe(features[:1])[0].numel()
+    """Rows of J, from one sample: M, or k with an output metric of rank k."""
+    return JacobianOperator(probe, features[:1]).rows
 
 
 def sketch_in_batches(
@@ -61,35 +60,51 @@ def sketch_in_batches(
     batch_size: int | None = None,
     **knobs: Any,
 ) -> Iterator[Sketched]:
-    """Sketch all samples, halving the batch when memory runs out. Results do not depend on the batch size: each sample
-    has its own random stream, and what was finished before memory ran out has already been handed over."""
+    """Sketch all samples, halving the batch when memory runs out; what was finished before has then been handed over.
+
+    Each sample has its own random stream, so results do not depend on the batch size (with ``rtol``, only within it:
+    probes are added for a batch as a whole)."""
+    if batch_size is not None and batch_size < 1:
+        raise PullbackError(f"batch_size: expected at least 1, or None for as many as memory holds, got {batch_size}.")
     size = batch_size or samples_that_fit(probe, features, rank)
-    share = 0.3 * free_bytes(features.device)
+    dense_share = DENSE_SHARE * free_bytes(features.device)
     first = 0
     while first < len(features):
         part = features[first : first + size]
-        begun = time.perf_counter()
+        streams = Streams.from_seed(seed, len(part), part.device, first)
+        # 'auto' must choose alike for every batch size, so the limit grows with the batch
+        limit = dense_share * len(part)
+        result = None
         try:
-            operator = JacobianOperator(probe, part, precision=precision)
-            streams = Streams.from_seed(seed, len(part), part.device, first)
-            # 'auto' must choose alike for every batch size, so the limit is per sample times samples
-            result = sketch(operator, rank, streams=streams, max_dense_bytes=share, **knobs)
+            result = _sketch(probe, part, rank, precision, max_dense_bytes=limit, streams=streams, **knobs)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error) or len(part) == 1:
                 raise
+        if result is None:  # only here, after the except clause, has its traceback let go of the tensors
             size = max(1, len(part) // 2)
             if features.device.type == "cuda":
                 torch.cuda.empty_cache()
             continue
-        check_sensitive(result.total.value)
-        yield Sketched(first, operator, result, time.perf_counter() - begun)
+        yield Sketched(first, result)
         first += len(part)
+
+
+def _sketch(probe: Probe, part: Tensor, rank: int, precision: str, *, streams: Streams, **knobs: Any) -> Sketch:
+    """A function of its own, so that the operator is gone before the next batch is linearised."""
+    operator = JacobianOperator(probe, part, precision=precision)
+    try:
+        result = sketch(operator, rank, streams=streams, **knobs)
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # what eigh says to NaN
+        check_sensitive((operator @ streams.gaussian(operator.cols, 1, operator.dtype)).square().sum((1, 2)))
+        raise
+    check_sensitive(result.total.value)
+    return result
 
 
 def samples_that_fit(probe: Probe, features: Tensor, rank: int) -> int:
     """From the memory of a dense J or a Krylov basis, whichever is smaller; the linearisation is of the same order."""
     inputs = features[0].numel()
-    columns = min(output_size(probe, features), inputs, 20 * rank)
+    columns = max(1, min(output_size(probe, features), inputs, 20 * rank))
     bytes_per_sample = 6 * columns * inputs * features.element_size()
     limit = MAX_SAMPLES.get(features.device.type, 4)
     return max(1, min(limit, int(0.5 * free_bytes(features.device) / bytes_per_sample)))

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor
 
 
 def coefficient_of_variation(modes: Tensor, tokens: Tensor | None = None) -> Tensor:
     """CV = mean_j std_t |v_j^(t)| / mean_t |v_j^(t)| (`eq:cv`), std with n-1: modes [B, r, N, D] -> [B].
 
-    ``tokens`` [N] bool restricts t, for instance to the patch tokens.
+    ``tokens`` [N] bool restricts t, for instance to the patch tokens. Modes that are zero there (of vanishing singular
+    values) are left out of the mean; a single token has CV 0.
     """
     norms = modes.norm(dim=-1).double()
     if tokens is not None:
         norms = norms[..., tokens.to(norms.device)]
-    return (norms.std(-1) / norms.mean(-1).clamp_min(1e-300)).mean(-1)
+    if norms.shape[-1] < 2:
+        return norms.new_zeros(len(norms))
+    mean = norms.mean(-1)
+    alive = mean > 0
+    return (norms.std(-1) / torch.where(alive, mean, 1.0)).sum(-1) / alive.sum(-1).clamp_min(1)
 
 
 def null_cv(dim: int) -> float:

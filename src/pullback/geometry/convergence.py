@@ -6,6 +6,7 @@ counts the rounds after a first product with J^T J. Both counts are given.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,3 +51,16 @@ def convergence_table(
         if not last:
             columns = torch.linalg.qr(op.T @ image).Q
     return tuple(rows)
+
+
+def join_tables(tables: Sequence[tuple[ConvergenceRow, ...]]) -> tuple[ConvergenceRow, ...]:
+    """The tables of several batches as one."""
+    return tuple(
+        ConvergenceRow(
+            rows[0].rounds,
+            rows[0].paper_q,
+            torch.cat([row.alignment_error for row in rows]),
+            torch.cat([row.gradient_signal_ratio for row in rows]),
+        )
+        for rows in zip(*tables, strict=True)
+    )

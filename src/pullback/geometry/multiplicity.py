@@ -7,9 +7,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from pullback.errors import ImageError, PullbackError
 from pullback.geometry.batches import Probe
-from pullback.operators import JacobianOperator
+from pullback.operators import JacobianOperator, check_sensitive
 from pullback.randnla import Estimate, Streams
+from pullback.randnla.estimate import student_scale
 
 
 class LayeredProbe(Probe, Protocol):
@@ -23,9 +25,14 @@ def layer_multiplicity(probe: LayeredProbe, images: Tensor, *, num_probes: int =
     """K_eff [B]: 1 if the layers' Jacobians act on the same output directions, K if on orthogonal ones.
 
     With J = [J_1 | ... | J_K] and A_k = J_k J_k^T in output space, the alignment of two layers is the cosine
-    c_kl = <A_k, A_l> / (|A_k| |A_l|) and K_eff = K^2 / sum_kl c_kl. All inner products tr(A_k A_l) are estimated from
-    the same Rademacher probes w as <A_k w, A_l w>, at one VJP and K JVPs a probe; the error is a jackknife over probes.
+    c_kl = <A_k, A_l> / (|A_k| |A_l|) and K_eff = K^2 / sum_kl c_kl, over the layers that have any effect. All inner
+    products tr(A_k A_l) are estimated from the same Rademacher probes w as <A_k w, A_l w>, at one VJP and K JVPs a
+    probe; the error is a jackknife over probes.
     """
+    if len(images) == 0:
+        raise ImageError("images: expected at least one image, got an empty batch.")
+    if num_probes < 2:
+        raise PullbackError(f"num_probes: expected at least 2, for an error bar, got {num_probes}.")
     layers = len(probe.layers)
     features = probe.features(images)
     results = [
@@ -46,17 +53,20 @@ def _multiplicity(
         alone = torch.zeros_like(pulled)
         alone[:, :, layer] = pulled[:, :, layer]
         images.append(op @ alone.flatten(1, 3))
+    check_sensitive(pulled.double().square().sum((1, 2, 3, 4)))
     stacked = torch.stack(images, 1).double()  # A_k w as [1, K, M, m]
     inner = torch.einsum("bkop,blop->bpkl", stacked, stacked)  # per probe
     every = _k_eff(inner.mean(1))
     left_out = _k_eff((inner.sum(1, keepdim=True) - inner) / (num_probes - 1))  # [1, m]
     value = num_probes * every - (num_probes - 1) * left_out.mean(1)
     spread = (left_out - left_out.mean(1, keepdim=True)).square().sum(1) * (num_probes - 1) / num_probes
-    return Estimate.of(value.clamp(1, layers), spread.sqrt())
+    return Estimate.of(value.clamp(1, layers), student_scale(num_probes) * spread.sqrt())
 
 
 def _k_eff(inner: Tensor) -> Tensor:
-    """[..., K, K] -> [...]."""
-    norms = inner.diagonal(dim1=-2, dim2=-1).clamp_min(1e-300).sqrt()
-    cosines = inner / (norms[..., :, None] * norms[..., None, :])
-    return inner.shape[-1] ** 2 / cosines.sum((-2, -1))
+    """[..., K, K] -> [...]. A layer without any effect has no direction and does not count."""
+    norms = inner.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt()
+    read = norms > 0
+    scale = read / torch.where(read, norms, 1.0)
+    cosines = scale[..., :, None] * inner * scale[..., None, :]
+    return read.sum(-1) ** 2 / cosines.sum((-2, -1))

@@ -24,9 +24,9 @@ class Spectrum:
     kappa: Estimate  # [B, r], captured energy kappa_cap(1..r)
     total: Estimate  # [B], squared Frobenius norm of J
     effective_rank: Estimate | None  # [B], over the whole spectrum
-    full: Tensor | None  # [B, min(M, N*D)], every singular value, where the exact route was taken
+    full: Tensor | None  # [B, min(M, N*D)], every singular value, where all of them are known
     method: str
-    products: ProductCount  # per sample
+    products: ProductCount  # per sample, of the one that took most
     seed: int
     token_layout: TokenLayout
 
@@ -97,9 +97,9 @@ def spectrum(
         kappa=_joined([s.kappa for s in done]),
         total=_joined([s.total for s in done]),
         effective_rank=_joined(ranks) if ranks else None,
-        full=torch.cat(spectra) if spectra else None,
+        full=torch.cat(spectra) if len(spectra) == len(done) else None,
         method=done[0].method,
-        products=done[0].products,
+        products=ProductCount(max(s.products.jvp for s in done), max(s.products.vjp for s in done)),
         seed=seed,
         token_layout=probe.token_layout(features),
     )

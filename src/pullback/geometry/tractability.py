@@ -14,13 +14,13 @@ from torch import Tensor
 from pullback.errors import ImageError, RankError
 from pullback.geometry.batches import Probe, Sketched, output_size, sketch_in_batches
 from pullback.geometry.concentration import coefficient_of_variation, null_cv
-from pullback.geometry.convergence import ConvergenceRow, convergence_table
+from pullback.geometry.convergence import ConvergenceRow, convergence_table, join_tables
 from pullback.geometry.regimes import THRESHOLDS, Regime, Thresholds, classify, looks_random
 from pullback.geometry.spectrum import as_token_maps
 from pullback.geometry.summary import Summary, summarize
 from pullback.layout import TokenLayout
 from pullback.operators import JacobianOperator, LowRankMetric, ProductCount
-from pullback.randnla import Streams, effective_rank_from_spectrum
+from pullback.randnla import Streams, block_krylov, effective_rank_from_spectrum
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Tractability:
     cv_null: float
     regime: Regime
     convergence: tuple[ConvergenceRow, ...]
-    importance: Tensor  # [B, N], imp* of every token
+    importance: Tensor  # [B, N], imp* of every token at the first rank
     token_layout: TokenLayout
     products: ProductCount  # of all samples together
     seconds: float
@@ -71,7 +71,11 @@ class Tractability:
         return self.kappa_at(self.ranks_used[0])
 
     def kappa_at(self, rank: int) -> Summary:
-        return summarize([sample.kappa[rank] for sample in self.samples])
+        """kappa_cap at one of the ranks asked for, or at what it was lowered to."""
+        used = dict(zip(self.ranks, self.ranks_used, strict=True)).get(rank, rank)
+        if used not in self.ranks_used:
+            raise RankError(f"rank: expected one of those diagnosed, {list(self.ranks)}, got {rank}.")
+        return summarize([sample.kappa[used] for sample in self.samples])
 
     @property
     def cv(self) -> Summary:
@@ -153,7 +157,7 @@ def diagnose(
     shape = (features.shape[1], features.shape[2])
     samples: list[SampleDiagnosis] = []
     importance: list[Tensor] = []
-    convergence: tuple[ConvergenceRow, ...] = ()
+    tables: list[tuple[ConvergenceRow, ...]] = []
     products = ProductCount()
     method_used = method
     for part in sketch_in_batches(
@@ -168,13 +172,16 @@ def diagnose(
         **knobs,
     ):
         modes = as_token_maps(part.sketch.right, features.shape[1:])
-        importance.append(LowRankMetric(modes, part.sketch.singular_values.square()).importance().cpu())
+        leading = LowRankMetric(modes[:, : used[0]], part.sketch.singular_values[:, : used[0]].square())
+        importance.append(leading.importance().cpu())
         samples += _diagnose_batch(part, modes, used, layout)
         method_used = part.sketch.method
         count = len(modes)
-        if not convergence and convergence_samples > 0:
-            convergence = _convergence(probe, features[: min(count, convergence_samples)], part, used[0], seed)
-            products += _times(ProductCount(6 * used[0] + 1, 6 * used[0]), min(count, convergence_samples))
+        observed = features[part.first : min(part.first + count, convergence_samples)]
+        if len(observed) > 0:
+            table, spent = _convergence(JacobianOperator(probe, observed, precision=precision), part, used[0], seed)
+            tables.append(table)
+            products += _times(spent, len(observed))
         products += _times(part.sketch.products, count)
         if on_progress is not None:
             on_progress(count)
@@ -196,7 +203,7 @@ def diagnose(
         samples=tuple(samples),
         cv_null=null_cv(shape[1]),
         regime=classify(**summary, rank=ranks[0], max_rank=limit, thresholds=thresholds),
-        convergence=convergence,
+        convergence=join_tables(tables),
         importance=torch.cat(importance),
         token_layout=layout,
         products=products,
@@ -209,12 +216,16 @@ def _times(count: ProductCount, samples: int) -> ProductCount:
     return ProductCount(count.jvp * samples, count.vjp * samples)
 
 
-def _convergence(probe: Probe, features: Tensor, part: Sketched, rank: int, seed: int) -> tuple[ConvergenceRow, ...]:
-    count = len(features)
-    operator = JacobianOperator(probe, features)
-    streams = Streams.from_seed(seed + 1, count, features.device)
-    reference = part.sketch.right[:count, :, :rank]
-    return convergence_table(operator, reference, part.sketch.total.value[:count], streams=streams)
+def _convergence(
+    operator: JacobianOperator, part: Sketched, rank: int, seed: int
+) -> tuple[tuple[ConvergenceRow, ...], ProductCount]:
+    """The table of the first samples of a batch, and its products per sample."""
+    start, other = (Streams.from_seed(seed + i, operator.batch, operator.device, part.first) for i in (1, 2))
+    reference = part.sketch.right[: operator.batch, :, :rank]
+    if part.sketch.method == "paper":  # unconverged modes cannot judge convergence
+        reference = block_krylov(operator, rank, rtol=1e-4, streams=other).right
+    table = convergence_table(operator, reference, part.sketch.total.value[: operator.batch], streams=start)
+    return table, operator.products
 
 
 def _diagnose_batch(

@@ -9,7 +9,9 @@ With a single sample the batch axis may be dropped, V [n, k] or a vector [n]; th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,7 +85,8 @@ class LinearOperator:
     def T(self) -> LinearOperator:
         return Transposed(self)
 
-    def __matmul__(self, other):
+    def __matmul__(self, other: Any) -> Any:
+        """operator @ operator composes, operator @ tensor multiplies."""
         return Composed(self, other) if isinstance(other, LinearOperator) else self.matmat(other)
 
     def dense(self) -> Tensor:
@@ -95,7 +98,7 @@ class LinearOperator:
     def _identity(self, size: int) -> Tensor:
         return torch.eye(size, dtype=self.dtype, device=self.device).expand(self.batch, size, size)
 
-    def _as_batch(self, columns: Tensor, expected: int, name: str):
+    def _as_batch(self, columns: Tensor, expected: int, name: str) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         given = tuple(columns.shape)
         if columns.ndim == 3:
             batched, restore = columns, lambda out: out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 import torch
@@ -16,6 +17,8 @@ from pullback.operators.precision import check_precision, matmul_precision
 
 # On the CPU larger blocks only leave the cache; on a GPU they fill it.
 MAX_CHUNK = {"cpu": 32, "cuda": 4096}
+# Blocks with a larger working set keep the GPU busy by themselves.
+CAPTURE_BYTES = 1 << 30
 
 
 class JacobianOperator(LinearOperator):
@@ -26,8 +29,9 @@ class JacobianOperator(LinearOperator):
 
     ``precision``: "float32" (default), "tf32" or "bf16" (bf16 reaches only linearisations that support it).
     ``chunk_size``: tangents per pass; by default from free memory, and halved whenever memory runs out.
-    ``capture``: replay products as CUDA graphs, which pays for many products of one small shape (one image, late
-    layer), where launching the kernels costs more than running them.
+    ``capture``: replay products as CUDA graphs, which pays where launching the kernels costs more than running them:
+    few images, late layers. By default a small block is recorded when its shape comes up for the third time, if the
+    linearisation allows it (a linear decoder such as cls); True records at once, False never.
     """
 
     def __init__(
@@ -37,7 +41,7 @@ class JacobianOperator(LinearOperator):
         *,
         precision: str = "float32",
         chunk_size: int | None = None,
-        capture: bool = False,
+        capture: bool | None = None,
     ) -> None:
         check_precision(precision)
         _check_chunk_size(chunk_size)
@@ -45,7 +49,7 @@ class JacobianOperator(LinearOperator):
             raise ShapeError(f"features: expected [B, N, D] (the batch axis first), got {list(features.shape)}.")
         if not torch.isfinite(features).all():
             raise NumericsError("features: expected finite numbers, got NaN or infinity. Check the images and weights.")
-        self.precision, self.capture = precision, capture
+        self.precision = precision
         linearize = getattr(probe, "linearize", None)
         with matmul_precision("float32"):
             self.linearization: Linearization = (
@@ -61,6 +65,8 @@ class JacobianOperator(LinearOperator):
         super().__init__(batch, rows, cols, dtype=features.dtype, device=features.device)
         limit = MAX_CHUNK.get(self.device.type, 64)
         self.chunk_size = chunk_size or min(limit, tangents_that_fit(self.linearization.bytes_per_tangent, self.device))
+        self._capture_after = _capture_after(capture, self.device, self.linearization)
+        self._seen: Counter[tuple] = Counter()
         self._captured: dict[tuple, CapturedFunction] = {}
 
     def _matmat(self, columns: Tensor) -> Tensor:
@@ -72,20 +78,35 @@ class JacobianOperator(LinearOperator):
 
     def _apply(self, product: str, stack: Tensor) -> Tensor:
         function = getattr(self.linearization, product)
-        if self.capture and self.device.type == "cuda":
-            function = self._replay(product, function)
+        if self._capture_after is not None:
+            function = self._replayed(product, function)
         with torch.no_grad(), matmul_precision(self.precision):
             out, self.chunk_size = apply_in_chunks(function, stack, self.chunk_size)
         return out
 
-    def _replay(self, product: str, function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def _replayed(self, product: str, function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         def run(stack: Tensor) -> Tensor:
             key = (product, tuple(stack.shape))
+            self._seen[key] += 1
+            small = self.linearization.bytes_per_tangent * stack.shape[1] <= CAPTURE_BYTES
+            if not small or self._seen[key] <= (self._capture_after or 0):
+                return function(stack)
             if key not in self._captured:
                 self._captured[key] = CapturedFunction(function, stack)
             return self._captured[key](stack)
 
         return run
+
+
+def _capture_after(capture: bool | None, device: torch.device, linearization: Linearization) -> int | None:
+    """How often a block of one shape runs before it is recorded; None: never."""
+    if device.type != "cuda" or capture is False:
+        return None
+    if not getattr(linearization, "capturable", False):
+        if capture:
+            raise PullbackError("capture: only products of a probe with a linear decoder (cls, mean) can be recorded.")
+        return None
+    return 0 if capture else 2
 
 
 def check_sensitive(squared_norm: Tensor) -> None:

@@ -40,27 +40,52 @@ def differentiable_attention() -> Iterator[None]:
         yield
 
 
+class Derivative:
+    """A function of one or several tensors [B, ...], samples independent, at a point: its value and both products."""
+
+    def __init__(self, function: Callable[..., Tensor], *point: Tensor) -> None:
+        self.function = lambda *x: flat_output(function(*x), len(x[0]))
+        self._point = tuple(part.detach() for part in point)
+        with differentiable_attention(), torch.enable_grad():
+            output, self._vjp = torch.func.vjp(self._watched, *self._point)[:2]
+        self.output = output.detach()  # [B, M]
+
+    def _watched(self, *x: Tensor) -> Tensor:
+        """Reverse mode obeys a torch.no_grad() inside the function, forward mode does not: note it, so both agree."""
+        output = self.function(*x)
+        self._connected = output.requires_grad
+        return output
+
+    def jvp(self, *tangents: Tensor) -> Tensor:
+        """[B, K, ...] for each tensor -> [B, K, M]."""
+        if not self._connected:
+            return self.output.new_zeros(len(self.output), tangents[0].shape[1], self.output.shape[1])
+
+        def one(*tangent: Tensor) -> tuple[Tensor]:
+            return (torch.func.jvp(self.function, self._point, tangent)[1],)
+
+        return for_each_tangent(one, *tangents)[0]
+
+    def vjp(self, cotangents: Tensor) -> tuple[Tensor, ...]:
+        """[B, K, M] -> [B, K, ...] for each tensor."""
+        return for_each_tangent(self._vjp, cotangents)
+
+
 class FunctionLinearization:
     """Any function [B, *input_shape] -> [B, ...] that treats its samples independently."""
 
     def __init__(self, function: Callable[[Tensor], Tensor], point: Tensor) -> None:
         self.input_shape = tuple(point.shape[1:])
-        self._point = point.detach()
-        self._function = lambda x: flat_output(function(x), len(point))
-        with differentiable_attention(), torch.enable_grad():
-            output, self._vjp = torch.func.vjp(self._function, self._point)
-        self.output = output.detach()
+        self._derivative = Derivative(function, point)
+        self.output = self._derivative.output
         # unknown inside: allow for a few dozen intermediate copies of input and output
-        self.bytes_per_tangent = 32 * (self._point.numel() + self.output.numel()) * self._point.element_size()
+        self.bytes_per_tangent = 32 * (point.numel() + self.output.numel()) * point.element_size()
 
     def pushforward(self, tangents: Tensor) -> Tensor:
-        def one(tangent: Tensor) -> tuple[Tensor]:
-            return (torch.func.jvp(self._function, (self._point,), (tangent,))[1],)
-
-        return for_each_tangent(one, tangents)[0]
+        return self._derivative.jvp(tangents)
 
     def pullback(self, cotangents: Tensor) -> Tensor:
-        return for_each_tangent(self._vjp, cotangents)[0]
+        return self._derivative.vjp(cotangents)[0]
 
 
 def for_each_tangent(product: Callable[..., tuple[Tensor, ...]], *stacks: Tensor) -> tuple[Tensor, ...]:

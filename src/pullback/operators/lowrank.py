@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pullback.errors import ShapeError
+from pullback.errors import PullbackError, ShapeError
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class LowRankMetric:
                 f"{list(self.modes.shape)} and {list(self.energies.shape)}."
             )
         if self.floor < 0:
-            raise ShapeError(f"floor: expected a number >= 0, got {self.floor}.")
+            raise PullbackError(f"floor: expected a number >= 0, got {self.floor}.")
 
     def coordinates(self, v: Tensor) -> Tensor:
         """U^T v: [B, N, D] -> [B, r]."""
@@ -39,7 +39,9 @@ class LowRankMetric:
     def solve(self, w: Tensor) -> Tensor:
         """g^-1 w by Woodbury: (w - U (lam / (eps + lam) * U^T w)) / eps, since U^T U = I."""
         if self.floor == 0:
-            raise ShapeError("floor: solve needs floor > 0; without it g is singular. Build the metric with a floor.")
+            raise PullbackError(
+                "floor: solve needs floor > 0; without it g is singular. Build the metric with a floor."
+            )
         shrink = self.energies / (self.floor + self.energies)
         return (w - self._combine(shrink * self.coordinates(w))) / self.floor
 

@@ -43,7 +43,8 @@ def apply_in_chunks(function: Callable[[Tensor], Tensor], stack: Tensor, chunk_s
     while start < count:
         stop = min(start + chunk_size, count)
         try:
-            done.append(function(stack[:, start:stop]))
+            # columns arrive transposed; one copy here is cheaper than strided reads in every kernel after
+            done.append(function(stack[:, start:stop].contiguous()))
             start = stop
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error) or stop - start == 1:

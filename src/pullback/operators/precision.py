@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch.backends import cudnn
 
 from pullback.errors import PullbackError
 
@@ -24,8 +25,9 @@ def matmul_precision(precision: str) -> Iterator[None]:
     matmul = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     try:
-        if torch.backends.cudnn.is_available():
-            with torch.backends.cudnn.flags(enabled=True, allow_tf32=tf32):
+        if cudnn.is_available():
+            kept = {"enabled": cudnn.enabled, "benchmark": cudnn.benchmark, "deterministic": cudnn.deterministic}
+            with cudnn.flags(**kept, allow_tf32=tf32):
                 yield
         else:
             yield

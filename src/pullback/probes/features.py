@@ -2,7 +2,8 @@
 
 A decoder that reads layers below the probe layer keeps them constant, so they must travel with the features. They do
 through sums, scalings, dtype and device changes, and slices of the batch, so that ``probe(F + step * V)`` and
-``probe(F[:1])`` mean what they say. Whatever else is done to them gives a plain tensor.
+``probe(F[:1])`` mean what they say; of two features that are added, the first's stay. Whatever else is done to them
+gives a plain tensor: after a flip or a sort the tokens would no longer be where the constants are.
 """
 
 from __future__ import annotations
@@ -13,6 +14,13 @@ import torch
 from torch import Tensor
 
 from pullback.layout import TokenLayout
+
+# by name, without the underscores of `__radd__` and `add_`: arithmetic, and changes of dtype, device or graph
+_KEEPING = {
+    *("add", "radd", "iadd", "sub", "rsub", "isub", "mul", "rmul", "imul", "div", "truediv", "itruediv", "neg", "lerp"),
+    *("to", "type", "type_as", "float", "double", "half", "bfloat16", "cpu", "cuda", "contiguous"),
+    *("clone", "detach", "requires_grad"),
+}
 
 
 class Features(torch.Tensor):
@@ -29,15 +37,19 @@ class Features(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = super().__torch_function__(func, types, args, kwargs or {})
-        if not isinstance(out, Features):
-            return out
+        with torch._C.DisableTorchFunctionSubclass():  # so that whatever is new comes out as a plain tensor
+            return cls._keep(func(*args, **(kwargs or {})), func, args)
+
+    @staticmethod
+    def _keep(out: Any, func: Any, args: Any) -> Any:
         source = next((arg for arg in args if isinstance(arg, Features) and hasattr(arg, "token_layout")), None)
-        if source is not None and func is torch.Tensor.__getitem__:
+        if source is None or out is source:
+            return out
+        if func is torch.Tensor.__getitem__:
             return _slice(out, source, args[1])
-        if source is not None and out.shape == source.shape:
+        if func.__name__.strip("_") in _KEEPING and out.shape == source.shape:
             return _follow(out, source, lambda constant: constant.to(dtype=out.dtype, device=out.device))
-        return out.as_subclass(torch.Tensor)
+        return out
 
 
 def _slice(out: Tensor, source: Features, index: Any) -> Tensor:
@@ -45,7 +57,7 @@ def _slice(out: Tensor, source: Features, index: Any) -> Tensor:
     whole = all(part == slice(None) for part in index[1:]) if isinstance(index, tuple) else True
     if out.ndim == source.ndim and out.shape[1:] == source.shape[1:] and whole:
         return _follow(out, source, lambda constant: constant[rows])
-    return out.as_subclass(torch.Tensor)
+    return out
 
 
 def _follow(out: Tensor, source: Features, change: Any) -> Features:

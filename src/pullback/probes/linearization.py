@@ -8,13 +8,14 @@ cotangent per layer read, and they join the one that runs down.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from pullback.backbones import LinearizedBlock, LinearizedNorm, Norm
-from pullback.operators.linearization import differentiable_attention, flat_output, for_each_tangent
+from pullback.operators.linearization import Derivative
 
 Tail = Callable[..., Tensor]  # one tensor [B, n, D] per tap that follows the perturbation -> [B, ...]
 
@@ -26,7 +27,7 @@ class Tap:
         self.rows, self.tokens, self.dim = rows, tokens.shape[1], tokens.shape[2]
         read = tokens[:, :rows]
         self.norm = None if norm is None else LinearizedNorm(norm, read)
-        self.weight = None if norm is None else norm.weight
+        self.weight = read.new_ones(()) if norm is None else norm.weight
         self.value = read if norm is None else norm(read)
 
     def jvp(self, tangent: Tensor) -> Tensor:
@@ -48,30 +49,37 @@ class Tap:
 
 
 class DecoderTail:
-    """The decoder (and task distance) as a function of the taps, differentiated by `torch.func`."""
+    """The decoder (and task distance) as a function of the taps."""
 
     def __init__(self, tail: Tail, values: Sequence[Tensor], *, linear: bool) -> None:
-        self.linear, self.count = linear, len(values)
-        self._values = tuple(value.detach() for value in values)
-        self._tail = lambda *taps: flat_output(tail(*taps), len(taps[0]))
-        with differentiable_attention(), torch.enable_grad():
-            output, self._vjp = torch.func.vjp(self._tail, *self._values)
-        self.output = output.detach()
+        self.linear, self._values = linear, values
+        self._derivative = Derivative(tail, *values)
+        self.output = self._derivative.output
 
     def jvp(self, tangents: Sequence[Tensor]) -> Tensor:
         """[B, K, n, D] per tap -> [B, K, M]."""
         if self.linear:  # a linear function is its own derivative: fold the tangents into the batch
-            folded = self._tail(*(tangent.flatten(0, 1) for tangent in tangents))
+            folded = self._derivative.function(*(tangent.flatten(0, 1) for tangent in tangents))
             return folded.unflatten(0, tangents[0].shape[:2])
-
-        def one(*tangent: Tensor) -> tuple[Tensor]:
-            return (torch.func.jvp(self._tail, self._values, tangent)[1],)
-
-        return for_each_tangent(one, *tangents)[0]
+        return self._derivative.jvp(*tangents)
 
     def vjp(self, cotangents: Tensor) -> tuple[Tensor, ...]:
         """[B, K, M] -> [B, K, n, D] per tap."""
-        return for_each_tangent(self._vjp, cotangents)
+        if self.linear:
+            return self._transposed(cotangents)
+        return self._derivative.vjp(cotangents)
+
+    def _transposed(self, cotangents: Tensor) -> tuple[Tensor, ...]:
+        """A linear decoder's adjoint, the cotangents folded into the batch.
+
+        By plain autograd: its graph lives on the stream on which a CUDA graph may be recording, and the reverse mode of
+        torch.func imports the compiler, which takes seconds.
+        """
+        folded = cotangents.shape[:2].numel()
+        with torch.enable_grad():
+            start = [value.new_zeros(folded, *value.shape[1:]).requires_grad_() for value in self._values]
+            pulled = torch.autograd.grad(self._derivative.function(*start), start, cotangents.flatten(0, 1))
+        return tuple(part.unflatten(0, cotangents.shape[:2]) for part in pulled)
 
 
 class ProbeLinearization:
@@ -91,18 +99,26 @@ class ProbeLinearization:
         bytes_per_tangent: int,
     ) -> None:
         self.input_shape = tuple(features.shape[1:])
-        self._dtype = features.dtype
+        self._dtype = self._block_dtype = features.dtype
+        self.capturable = tail.linear
         self._blocks, self._taps, self._tail, self._factor = blocks, taps, tail, factor
         self.output = tail.output if factor is None else _times(tail.output[:, None], factor)[:, 0]
         self.bytes_per_tangent = bytes_per_tangent
+
+    def bfloat16(self) -> ProbeLinearization:
+        """The same linearisation with the blocks' products in bfloat16; norm, decoder and base point stay exact."""
+        lower = copy.copy(self)
+        lower._block_dtype = torch.bfloat16
+        lower._blocks = [block.to(torch.bfloat16) for block in self._blocks]
+        return lower
 
     def pushforward(self, tangents: Tensor) -> Tensor:
         read = []
         for index in range(len(self._blocks) + 1):
             if index in self._taps:
-                read.append(self._taps[index].jvp(tangents))
+                read.append(self._taps[index].jvp(tangents.to(self._dtype)))
             if index < len(self._blocks):
-                tangents = self._blocks[index].jvp(tangents)
+                tangents = self._blocks[index].jvp(tangents.to(self._block_dtype))
         out = self._tail.jvp(read)
         return out if self._factor is None else _times(out, self._factor)
 
@@ -113,12 +129,12 @@ class ProbeLinearization:
         running: Tensor | None = None
         for index in range(len(self._blocks), -1, -1):
             if index < len(self._blocks) and running is not None:
-                running = self._blocks[index].vjp(running)
+                running = self._blocks[index].vjp(running.to(self._block_dtype))
             if index in self._taps:
                 arriving = self._taps[index].vjp(next(pulled))
                 running = arriving if running is None else running + arriving
         assert running is not None  # a probe map reads at least one layer that follows the perturbation
-        return running
+        return running.to(self._dtype)
 
 
 def _times(output: Tensor, factor: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ decoder sees (default) or the raw block outputs, with the norm inside the probe 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +16,9 @@ from torch import Tensor, nn
 
 from pullback.backbones import Backbone, load_backbone
 from pullback.decoders import Decoder, TaskDistance, build_decoder, task_distance
+from pullback.errors import ShapeError
 from pullback.layout import TokenLayout
+from pullback.operators import FunctionLinearization
 from pullback.probes.features import Features
 from pullback.probes.probe import FEATURE_BATCH, WithImages
 
@@ -61,12 +64,28 @@ class MultiLayerProbe(WithImages):
         return known if isinstance(known, TokenLayout) else TokenLayout.square(features.shape[1], self.backbone.prefix)
 
     def __call__(self, features: Tensor) -> Tensor:
+        """The decoder's output (after the task distance) at x, differentiable: [B, ...]."""
+        return self.bind(features)(features.as_subclass(torch.Tensor))
+
+    def bind(self, features: Tensor) -> Callable[[Tensor], Tensor]:
+        """psi as a pure function of plain tensors."""
+        width = len(self.layers) * self.backbone.dim
+        if features.ndim != 3 or features.shape[-1] != width:
+            raise ShapeError(f"features: expected [B, N, {width}], got {list(features.shape)}.")
         layout = self.token_layout(features)
-        taps = list(features.as_subclass(torch.Tensor).chunk(len(self.layers), -1))
-        if self.decoder.normed and not self.after_norm:
-            taps = [self.backbone.norm(tap) for tap in taps]
-        output = self.decoder.decode([tap[:, : self.decoder.rows] for tap in taps], layout)
-        return output if self.distance is None else self.distance(output)
+
+        def bound(joined: Tensor) -> Tensor:
+            taps = list(joined.chunk(len(self.layers), -1))
+            if self.decoder.normed and not self.after_norm:
+                taps = [self.backbone.norm(tap) for tap in taps]
+            output = self.decoder.decode([tap[:, : self.decoder.rows] for tap in taps], layout)
+            return output if self.distance is None else self.distance(output)
+
+        return bound
+
+    def linearize(self, features: Tensor) -> FunctionLinearization:
+        """The `Linearization` at these features that `JacobianOperator` multiplies with."""
+        return FunctionLinearization(self.bind(features), features.as_subclass(torch.Tensor))
 
 
 def multi_layer_probe(

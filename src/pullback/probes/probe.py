@@ -76,7 +76,7 @@ class ProbeMap(WithImages):
     @cached_property
     def _following(self) -> tuple[int, ...]:
         first = self.layer if self.read_probe_layer else self.layer + 1
-        return tuple(layer for layer in self.decoder.layers if layer >= first)
+        return tuple(sorted({layer for layer in self.decoder.layers if layer >= first}))
 
     @property
     def name(self) -> str:
@@ -152,8 +152,8 @@ class ProbeMap(WithImages):
         constants = {layer: self._read(tokens) for layer, tokens in below.items()}
 
         def tail(*following: Tensor) -> Tensor:
-            own = dict(zip(self._following, following, strict=True))
-            output = self.decoder.decode([own.get(x, constants.get(x)) for x in self.decoder.layers], layout)
+            taps = constants | dict(zip(self._following, following, strict=True))
+            output = self.decoder.decode([taps[layer] for layer in self.decoder.layers], layout)
             return output if self.distance is None else self.distance(output)
 
         return tail

@@ -1,0 +1,78 @@
+"""Timing and bookkeeping that the benchmarks share."""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def milliseconds(function: Callable[[], Any], device: torch.device, repeats: int = 20, warmup: int = 3) -> float:
+    """The median over repeats, by device events on a GPU."""
+    for _ in range(warmup):
+        function()
+    if device.type != "cuda":
+        times = []
+        for _ in range(repeats):
+            begun = time.perf_counter()
+            function()
+            times.append(1e3 * (time.perf_counter() - begun))
+        return statistics.median(times)
+    torch.cuda.synchronize(device)
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    events[0].record()
+    for event in events[1:]:
+        function()
+        event.record()
+    torch.cuda.synchronize(device)
+    return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(events))
+
+
+def machine(device: torch.device) -> dict[str, str]:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
+    return {
+        "device": name,
+        "threads": str(torch.get_num_threads()),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def save(name: str, content: dict[str, Any], folder: Path | None = None) -> Path:
+    folder = folder or RESULTS
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps(content, indent=1) + "\n")
+    return path
+
+
+def random_dinov2(size: str, seed: int = 0) -> nn.Module:
+    """DINOv2 of a published size with random weights: the speed is that of the real one."""
+    from transformers import Dinov2Config, Dinov2Model
+
+    width, heads = {"small": (384, 6), "base": (768, 12), "large": (1024, 16)}[size]
+    torch.manual_seed(seed)
+    config = Dinov2Config(
+        hidden_size=width, num_attention_heads=heads, num_hidden_layers=24 if size == "large" else 12, patch_size=14
+    )
+    return Dinov2Model(config).eval().requires_grad_(False)

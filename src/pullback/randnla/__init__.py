@@ -1,0 +1,23 @@
+"""Randomised numerical linear algebra on operators that are only multiplied with."""
+
+from pullback.randnla.estimate import Estimate
+from pullback.randnla.sampling import Streams
+from pullback.randnla.sketch import Sketch, sketch
+from pullback.randnla.slq import effective_rank, effective_rank_from_spectrum
+from pullback.randnla.svd import Svd, block_krylov, exact_svd, power_iteration
+from pullback.randnla.trace import deflated_hutchinson, hutchinson
+
+__all__ = [
+    "Estimate",
+    "Sketch",
+    "Streams",
+    "Svd",
+    "block_krylov",
+    "deflated_hutchinson",
+    "effective_rank",
+    "effective_rank_from_spectrum",
+    "exact_svd",
+    "hutchinson",
+    "power_iteration",
+    "sketch",
+]

@@ -1,0 +1,54 @@
+"""A number and how far to trust it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from scipy.special import stdtrit  # Student's t quantile; scipy.stats would add a second to every start
+from torch import Tensor
+
+ROUND_OFF = 1e-6
+"""No estimate claims a smaller relative error: products in float32 are no better."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """``value`` ± 2 ``se`` is a 95 % interval, also when few probes were drawn. Both tensors are float64."""
+
+    value: Tensor
+    se: Tensor
+
+    @classmethod
+    def exact(cls, value: Tensor) -> Estimate:
+        """Computed without sampling: only round-off is left."""
+        return cls.of(value, torch.zeros_like(value))
+
+    @classmethod
+    def of(cls, value: Tensor, se: Tensor) -> Estimate:
+        """Any value and standard error, with the round-off floor put under the latter."""
+        value, se = value.double(), se.double()
+        return cls(value, torch.maximum(se, ROUND_OFF * value.abs()))
+
+    @classmethod
+    def from_samples(cls, samples: Tensor, offset: Tensor | float = 0.0) -> Estimate:
+        """offset + mean of independent samples [B, m], m >= 2."""
+        samples = samples.double()
+        count = samples.shape[-1]
+        se = samples.std(-1) / math.sqrt(count)
+        return cls.of(offset + samples.mean(-1), student_scale(count) * se)
+
+    @property
+    def relative_se(self) -> Tensor:
+        """se / |value|; 0 where both are 0."""
+        return self.se / self.value.abs().clamp_min(torch.finfo(self.se.dtype).tiny)
+
+
+def student_scale(count: int) -> float:
+    """t_{0.985, m-1} / 2: turns a standard error from m samples into half of a 95 % half-width.
+
+    0.985 and not 0.975: samples here are squared norms, hence skewed, which costs a t-interval one to two points of
+    coverage. Measured over many spectra, 97 % nominal is 95 to 96 % real.
+    """
+    return float(stdtrit(count - 1, 0.985)) / 2

@@ -1,0 +1,160 @@
+"""Everything the upper rooms want to know about J, from one call: leading modes, capture ratio, effective rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from pullback.errors import PullbackError
+from pullback.operators.base import LinearOperator, ProductCount
+from pullback.randnla.estimate import Estimate
+from pullback.randnla.krylov import KrylovSpace
+from pullback.randnla.sampling import Streams
+from pullback.randnla.slq import effective_rank
+from pullback.randnla.svd import Svd, block_krylov, check_rank, default_block, exact_svd, power_iteration
+from pullback.randnla.trace import deflated_hutchinson, draw_probes, energy, hutchinson, tail_energies
+
+METHODS = ("auto", "krylov", "paper", "exact")
+_TRUNCATION_SHARE = 0.2
+"""The Krylov space grows until its truncation error is this fraction of the trace noise: the se then covers both."""
+_MARGIN = 2
+"""Blocks beyond that for the effective rank: deflation knows the trace of all of the space but the entropy of its inner
+part only, and two blocks are cheap beside the Lanczos runs whose noise they lower."""
+_NOTHING = 1e-9
+"""A tail below this fraction is the round-off of a basis that holds everything: energies miss at most the tail (Ky Fan)."""
+_USUAL_DEPTH = 8
+_MAX_TRACE_PROBES = 1024
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """What is known of J, with error bars. p = min(m, n)."""
+
+    singular_values: Tensor  # [B, r], descending
+    right: Tensor  # [B, n, r]
+    spectrum: Tensor | None  # [B, p], all singular values when known exactly
+    total: Estimate  # [B], squared Frobenius norm
+    kappa: Estimate  # [B, r], kappa_cap(1..r): share of the total in the first j modes
+    effective_rank: Estimate | None  # [B]
+    method: str  # what was used: "krylov", "paper" or "exact"
+    products: ProductCount
+    iterations: int
+
+
+def sketch(
+    op: LinearOperator,
+    rank: int,
+    *,
+    method: str = "auto",
+    with_effective_rank: bool = True,
+    power_iters: int = 2,
+    sketch_width: int | None = None,
+    num_probes: int | None = None,
+    rtol: float | None = None,
+    lanczos_steps: int = 30,
+    slq_probes: int = 16,
+    max_depth: int = 40,
+    max_dense_bytes: float = 2e9,
+    streams: Streams,
+) -> Sketch:
+    """Leading ``rank`` modes, kappa_cap(1..rank) = sum_{i<=j} sigma_i^2 / |J|_F^2, and the effective rank.
+
+    "krylov": block Krylov + Hutchinson and SLQ deflated by its basis; ``rtol`` bounds the relative se of kappa and of
+    the effective rank. "paper": Algorithms 1 and 2, plain Hutchinson and SLQ. "exact": min(m, n) products, no sampling.
+    "auto": exact where that takes fewer products and J fits into ``max_dense_bytes``, otherwise krylov.
+    ``num_probes``: trace probes, by default 32 (krylov) or the paper's 100. With ``rtol`` the most difficult sample of
+    the batch decides how many are drawn; without it, a sample's numbers do not depend on its batch.
+    """
+    check_rank(op, rank)
+    if method not in METHODS:
+        raise PullbackError(f"method: expected one of {', '.join(METHODS)}, got {method!r}.")
+    spent = op.products
+    if method == "auto":
+        probing = (num_probes or 32) + (2 * lanczos_steps * slq_probes if with_effective_rank else 0)
+        method = _choose(op, 2 * default_block(rank) * _USUAL_DEPTH + probing, max_dense_bytes)
+    if method == "exact":
+        svd = exact_svd(op, rank)
+        total = Estimate.exact(cast(Tensor, svd.spectrum).double().square().sum(-1))
+    elif method == "paper":
+        svd = power_iteration(op, rank, power_iters=power_iters, sketch_width=sketch_width, streams=streams)
+        total = hutchinson(op, num_probes=num_probes or 100, streams=streams)
+    else:
+        svd, total = _krylov(op, rank, num_probes or 32, rtol, max_depth, _MARGIN * with_effective_rank, streams)
+    effective = None
+    if with_effective_rank:
+        deflation = None if method == "paper" else svd
+        effective = effective_rank(
+            op, num_probes=slq_probes, lanczos_steps=lanczos_steps, rtol=rtol, svd=deflation, streams=streams
+        )
+    return Sketch(
+        singular_values=svd.singular_values,
+        right=svd.right,
+        spectrum=svd.spectrum,
+        total=total,
+        kappa=_capture_ratio(svd, total, deflated=method == "krylov"),
+        effective_rank=effective,
+        method=method,
+        products=op.products - spent,
+        iterations=svd.iterations,
+    )
+
+
+def _krylov(
+    op: LinearOperator, rank: int, num_probes: int, rtol: float | None, max_depth: int, margin: int, streams: Streams
+) -> tuple[Svd, Estimate]:
+    """The trace probes are multiplied first: whatever basis the Krylov space reaches, they tell its tail for free."""
+    first = draw_probes(op, num_probes, streams)
+    tolerance = _trace_noise(*first, rtol)
+    svd = block_krylov(op, rank, rtol=tolerance, max_depth=max_depth, margin=margin, streams=streams)
+    total = deflated_hutchinson(
+        op,
+        *svd.deflation(),
+        num_probes=num_probes,
+        rtol=None if rtol is None else 0.95 * rtol,  # leaves room for the truncation error
+        max_probes=_MAX_TRACE_PROBES,
+        first=first,
+        streams=streams,
+    )
+    return svd, total
+
+
+def _trace_noise(probes: Tensor, probe_images: Tensor, rtol: float | None) -> Callable[[KrylovSpace], Tensor]:
+    """The truncation error worth reaching for a space: a fraction of the noise that its deflated trace has."""
+
+    def tolerance(space: KrylovSpace) -> Tensor:
+        tail = tail_energies(probes, probe_images, space.basis, space.image)
+        captured = energy(space.image)
+        noise = Estimate.from_samples(tail, captured).relative_se
+        nothing_left = tail.mean(-1) <= _NOTHING * captured
+        worth = _TRUNCATION_SHARE * noise
+        if rtol is not None:
+            # Too far from rtol for more probes to bridge: let the space grow, which takes the tail's variance away.
+            reachable = probes.shape[-1] * (noise / rtol).square() <= _MAX_TRACE_PROBES
+            worth = torch.where(reachable, worth.clamp_max(_TRUNCATION_SHARE * rtol), -1.0)
+        return torch.where(nothing_left, torch.inf, worth)
+
+    return tolerance
+
+
+def _capture_ratio(svd: Svd, total: Estimate, deflated: bool) -> Estimate:
+    """kappa_j = a_j / T. Given the basis, a_j is a constant, also where T = captured + tail contains it: the relative
+    noise of T is that of kappa. The truncation error of a_j adds to it, which is at most the tail (Ky Fan); twice the
+    estimated tail is beyond its noise.
+    """
+    energies = svd.singular_values.double().square().cumsum(-1)
+    missing = svd.relative_error * energies
+    if deflated:
+        missing = torch.minimum(missing, 2 * (total.value - energy(svd.deflation()[1])).clamp_min(0)[:, None])
+    whole = torch.where(total.value > 0, total.value, 1.0)[:, None]
+    kappa = energies / whole
+    return Estimate.of(kappa, torch.hypot(kappa * total.relative_se[:, None], missing / whole))
+
+
+def _choose(op: LinearOperator, krylov_products: int, max_dense_bytes: float) -> str:
+    dense_bytes = op.batch * op.rows * op.cols * op.dtype.itemsize
+    cheaper = min(op.rows, op.cols) <= krylov_products
+    return "exact" if cheaper and dense_bytes <= max_dense_bytes else "krylov"

@@ -1,0 +1,181 @@
+"""Leading singular values and right singular vectors of J: the paper's power iteration, block Krylov, and exactly."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pullback.errors import PullbackError, RankError
+from pullback.operators.base import LinearOperator, ProductCount
+from pullback.randnla.krylov import KrylovSpace, grow_until, truncation_error
+from pullback.randnla.orthonormal import gram
+from pullback.randnla.sampling import Streams
+
+
+@dataclass(frozen=True)
+class Svd:
+    """The leading part of an SVD, and how far its energies sum_{i<=j} sigma_i^2 are from the truth."""
+
+    singular_values: Tensor  # [B, r], descending
+    right: Tensor  # [B, n, r]; columns of singular values that are numerically zero may be zero
+    relative_error: Tensor  # [B, r]: estimated truncation error of the sum of the first j squared values, relative
+    products: ProductCount
+    iterations: int
+    basis: Tensor | None = None  # V [B, n, K], orthonormal, for deflation
+    image: Tensor | None = None  # J V [B, m, K]
+    reach: Tensor | None = None  # [B, K]: see KrylovSpace; None when the basis is no Krylov space
+    spectrum: Tensor | None = None  # [B, p]: all p = min(m, n) singular values, when known exactly
+
+    def deflation(self) -> tuple[Tensor, Tensor]:
+        """Basis and image, for the estimators that deflate by them."""
+        if self.basis is None or self.image is None:
+            raise PullbackError("svd: expected one with a basis (block_krylov or power_iteration), got an exact one.")
+        return self.basis, self.image
+
+
+def power_iteration(
+    op: LinearOperator,
+    rank: int,
+    *,
+    power_iters: int = 2,
+    sketch_width: int | None = None,
+    rayleigh_ritz: bool = False,
+    streams: Streams,
+) -> Svd:
+    """The paper's Algorithm 2: Omega <- QR(J^T J Omega) ``power_iters`` times, S_j = |J v_j| (Halko et al. 2011).
+
+    As in the paper the leading r of the r0 = ``sketch_width`` columns are taken as they are, neither rotated nor
+    converged; here they are sorted by S_j. With ``rayleigh_ritz`` all r0 columns are rotated by the eigenvectors of
+    (J Omega)^T (J Omega) first, which is what makes oversampling worth its products.
+    Costs q r0 pairs and r JVPs (r0 with Rayleigh-Ritz).
+    """
+    check_rank(op, rank)
+    width = sketch_width or rank
+    if not rank <= width <= op.cols:
+        raise RankError(f"sketch_width: expected rank <= width <= {op.cols}, got {width} at rank {rank}.")
+    spent = op.products
+    omega = streams.gaussian(op.cols, width, op.dtype)
+    history: list[Tensor] = []  # the energies that each round's columns had, which its products give for free
+    norms = torch.linalg.vector_norm(omega, dim=1, keepdim=True)
+    omega = omega / norms if power_iters else torch.linalg.qr(omega).Q
+    for _ in range(power_iters):
+        image = op @ omega
+        history.append(_column_energies(image, rank, rayleigh_ritz and bool(history)))
+        omega = torch.linalg.qr(op.T @ image).Q
+    right = omega if rayleigh_ritz else omega[..., :rank]
+    image = op @ right
+    history.append(_column_energies(image, rank, rayleigh_ritz))
+    if rayleigh_ritz:
+        rotation = torch.linalg.eigh(gram(image, image)).eigenvectors.flip(-1)[..., :rank].to(op.dtype)
+        right, image = right @ rotation, image @ rotation
+    values, order = torch.linalg.vector_norm(image, dim=1).sort(descending=True)
+    right, image = (x.gather(2, order[:, None, :].expand(-1, x.shape[1], -1)) for x in (right, image))
+    return Svd(values, right, _power_error(history), op.products - spent, power_iters, basis=right, image=image)
+
+
+def block_krylov(
+    op: LinearOperator,
+    rank: int,
+    *,
+    block: int | None = None,
+    depth: int | None = None,
+    rtol: float | Callable[[KrylovSpace], Tensor] = 1e-3,
+    max_depth: int = 40,
+    margin: int = 0,
+    streams: Streams,
+) -> Svd:
+    """Rayleigh-Ritz in the block Krylov space of J^T J (Musco & Musco 2015; see krylov.py).
+
+    Depth d costs d b VJPs and d b JVPs. Without ``depth`` it grows until the truncation error of every energy
+    sum_{i<=j} sigma_i^2, j <= rank, is below ``rtol``, then by ``margin`` more blocks; or until the row space is
+    exhausted and the result exact; or to ``max_depth``. ``rtol`` may be a function of the space.
+    """
+    check_rank(op, rank)
+    spent = op.products
+    block = min(block or default_block(rank), op.rows, op.cols)
+    needed = math.ceil(rank / block)
+    if depth is not None and depth < needed:
+        raise RankError(
+            f"depth: rank {rank} needs depth >= {needed} with block {block}, got {depth}; raise depth or block."
+        )
+    tolerance = rtol if callable(rtol) else _constant(rtol)
+    if depth is not None:
+        tolerance = _constant(-1.0)
+    limit = max(max_depth, needed) if depth is None else depth
+    space, error = grow_until(
+        op, rank, block=block, tolerance=tolerance, max_depth=limit, margin=margin, streams=streams
+    )
+    return _from_space(space, rank, error, op.products - spent, min(op.rows, op.cols))
+
+
+def exact_svd(op: LinearOperator, rank: int, *, chunk: int = 8192) -> Svd:
+    """All singular values from the dense J, formed by min(m, n) products; eigenproblem of the small Gram in float64."""
+    check_rank(op, rank)
+    spent = op.products
+    dense = op.dense()
+    wide = op.rows <= op.cols
+    thin = dense.mT if wide else dense  # the long side first: [B, max(m, n), p]
+    pieces = thin.split(chunk, dim=1)  # float64 copies of pieces only: J itself may fill the memory
+    small = sum((gram(piece, piece) for piece in pieces[1:]), gram(pieces[0], pieces[0]))
+    values, vectors = torch.linalg.eigh(small)
+    spectrum = values.flip(-1).clamp_min(0).sqrt()
+    leading = vectors.flip(-1)[..., :rank].to(op.dtype)
+    right = leading
+    if wide:  # v = J^T u / sigma, with zeros where sigma vanishes
+        right = thin @ leading
+        norms = torch.linalg.vector_norm(right, dim=1, keepdim=True)
+        kept = norms > torch.finfo(op.dtype).eps * norms[..., :1]
+        right = right * (kept / torch.where(kept, norms, 1.0))
+    spectrum = spectrum.to(op.dtype)
+    exactly = torch.zeros_like(spectrum[:, :rank])
+    return Svd(spectrum[:, :rank], right, exactly, op.products - spent, 1, spectrum=spectrum)
+
+
+def default_block(rank: int) -> int:
+    return max(4, math.ceil(rank / 2))
+
+
+def check_rank(op: LinearOperator, rank: int) -> None:
+    limit = min(op.rows, op.cols)
+    if not 1 <= rank <= limit:
+        raise RankError(
+            f"rank: expected 1 <= rank <= {limit}, the smaller side of this {op.rows} x {op.cols} operator, "
+            f"got {rank}. Ask for rank={max(1, min(rank, limit))}."
+        )
+
+
+def _from_space(space: KrylovSpace, rank: int, error: Tensor, products: ProductCount, small: int) -> Svd:
+    energies, rotation = space.ritz(rank)
+    dtype = space.basis.dtype
+    spectrum = space.ritz(small)[0].sqrt().to(dtype) if space.complete.all() else None
+    return Svd(
+        singular_values=energies.sqrt().to(dtype),
+        right=space.basis @ rotation.to(dtype),
+        relative_error=error,
+        products=products,
+        iterations=space.depth,
+        basis=space.basis,
+        image=space.image,
+        reach=space.reach,
+        spectrum=spectrum,
+    )
+
+
+def _constant(value: float) -> Callable[[KrylovSpace], Tensor]:
+    return lambda space: torch.full_like(space.gram[:, 0, 0], value)
+
+
+def _column_energies(image: Tensor, rank: int, rotated: bool) -> Tensor:
+    """Cumulative energies [B, rank] of the columns as they are, or of their best rotation."""
+    if rotated:
+        return torch.linalg.eigvalsh(gram(image, image)).flip(-1)[:, :rank].cumsum(-1)
+    return image[..., :rank].double().square().sum(1).sort(descending=True).values.cumsum(-1)
+
+
+def _power_error(history: list[Tensor]) -> Tensor:
+    """Extrapolated from the rounds there were; without the random start where possible, which follows another law."""
+    return truncation_error(history[1:] if len(history) > 2 else history)

@@ -1,0 +1,1 @@
+"""Tables, figures and pages, from the files of a run alone. No torch here."""

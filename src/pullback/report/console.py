@@ -1,0 +1,181 @@
+"""A diagnosis as tables in the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from pullback.report.files import layer_name
+from pullback.report.wording import UNKNOWN, lower_bound, percent, plain, plus_minus, short_name, times
+
+_NAMED = 10
+_LABEL_WIDTH, _LAYER_WIDTH, _GAP = 26, 15, 3
+
+
+def diagnosis_summary(document: dict[str, Any], width: int) -> RenderableType:
+    """Everything a reader wants at the end of a run, in tables of at most ``width`` characters."""
+    layers = document["layers"]
+    across = max(1, (width - _LABEL_WIDTH) // (_LAYER_WIDTH + _GAP))
+    parts: list[RenderableType] = [_heading(document)]
+    parts += [layer_table(layers[first : first + across]) for first in range(0, len(layers), across)]
+    measured = [layer for layer in layers if layer["convergence"]]
+    if measured:
+        parts += [
+            Text("Power iteration from a random start: share of the subspace above that it misses,", style="bold"),
+            Text("and gradient signal of its first direction (1×: no better than random)", style="bold"),
+            *(convergence_table(measured[first : first + across]) for first in range(0, len(measured), across)),
+        ]
+    parts += _advice(layers)
+    parts += _multiplicity(layers)
+    parts += _lowered(layers)
+    if document["skipped"]:
+        parts += [Text(), *_skipped(document["skipped"])]
+    return Group(*parts)
+
+
+def _heading(document: dict[str, Any]) -> Text:
+    height, width = document["size"]
+    count = len(document["image_files"])
+    text = Text(f"{short_name(document['model'])}, {document['decoder']}", style="bold")
+    details = f"  {count} image{'s' * (count != 1)} at {height}×{width}, {document['precision']}, {document['machine']}"
+    return text.append(details, style="dim")
+
+
+def layer_table(layers: list[dict[str, Any]]) -> Table:
+    """Quantities down, layers across: it stays readable in a narrow terminal."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    table.add_column("layer")
+    for layer in layers:
+        table.add_column(layer_name(layer["layer"]), justify="right", max_width=_LAYER_WIDTH)
+    for rank in layers[0]["kappa_at"]:
+        table.add_row(f"captured energy κ({rank})", *(_kappa(layer["kappa_at"][rank], int(rank)) for layer in layers))
+    for label, cell in _ROWS.items():
+        table.add_row(label, *(cell(layer) for layer in layers))
+    return table
+
+
+_ROWS: dict[str, Callable[[dict[str, Any]], RenderableType]] = {
+    "rank for 90 % of it": lambda layer: lower_bound(layer["r90"]),
+    "effective rank (first r)": lambda layer: plus_minus(layer["r_eff_trunc"], layer["r_eff_trunc_se"]),
+    "effective rank (all)": lambda layer: plus_minus(layer["r_eff_slq"]["mean"], layer["r_eff_slq"]["se"]),
+    "CV over tokens": lambda layer: plus_minus(layer["cv"]["mean"], layer["cv"]["se"]),
+    "  of a random direction": lambda layer: _null(layer["cv"]),
+    "CV over patches": lambda layer: plus_minus(layer["cv"]["patches"], layer["cv"]["patches_se"]),
+    "regime": lambda layer: Text(f"({layer['regime']}) {layer['regime_title']}", style="cyan"),
+    "products per image": lambda layer: f"{layer['products_per_image']:,.0f} {layer['method']}",
+    "seconds": lambda layer: f"{layer['seconds']:.1f}",
+}
+
+
+def _kappa(at: dict[str, Any], rank: int) -> str:
+    return percent(at) + (f"\nat rank {at['rank_used']}" if at["rank_used"] != rank else "")
+
+
+def _null(cv: dict[str, Any]) -> Text:
+    if cv["indistinguishable_from_random"]:
+        return Text(f"{plain(cv['null'], 2)} = CV", style="yellow")
+    return Text(plain(cv["null"], 2), style="dim")
+
+
+def convergence_table(layers: list[dict[str, Any]]) -> Table:
+    """How far power iteration is from the modes above, after so many products with JᵀJ."""
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        header_style="bold",
+    )
+    table.add_column("rounds\nin all", justify="right")
+    table.add_column("the paper's\nq", justify="right")
+    for layer in layers:
+        table.add_column(f"{layer_name(layer['layer'])}\nmissed", justify="right")
+        table.add_column(f"{layer_name(layer['layer'])}\nsignal", justify="right")
+    for rows in zip(*(layer["convergence"] for layer in layers), strict=True):
+        cells = []
+        for row in rows:
+            cells += [_missed(row["alignment_error"]), times(row["gradient_signal_ratio"])]
+        first = rows[0]
+        table.add_row(str(first["rounds"]), UNKNOWN if first["paper_q"] is None else str(first["paper_q"]), *cells)
+    return table
+
+
+def _missed(error: float | None) -> str:
+    """An alignment error of 1e-7 may come out as a negative number of the same size."""
+    return UNKNOWN if error is None else f"{max(error, 0.0):.3f}" if error >= 5e-4 else "<0.001"
+
+
+def _advice(layers: list[dict[str, Any]]) -> list[RenderableType]:
+    """One sentence per distinct finding, with the layers it holds for."""
+    holders: dict[tuple[str, str, str], list[str]] = {}
+    for layer in layers:
+        key = (layer["regime"], layer["regime_title"], layer["advice"])
+        holders.setdefault(key, []).append(layer_name(layer["layer"]))
+    parts: list[RenderableType] = []
+    for (label, title, advice), names in holders.items():
+        parts.append(Text.assemble((f"{', '.join(names)}: ", "bold"), (f"regime ({label}), {title}.", "cyan")))
+        parts.append(Padding(Text(advice), (0, 0, 0, 2), expand=False))
+    return parts
+
+
+def _lowered(layers: list[dict[str, Any]]) -> list[RenderableType]:
+    """Ranks that were asked for and do not exist."""
+    parts: list[RenderableType] = []
+    for layer in layers:
+        lowered = [rank for rank, used in zip(layer["ranks"], layer["ranks_used"], strict=True) if used < rank]
+        if lowered:
+            limit = min(layer["output_size"], layer["tokens"] * layer["dim"])
+            what = f"rank {', '.join(map(str, lowered))} lowered to {limit}, the smaller side of the Jacobian"
+            parts.append(Text(f"{layer_name(layer['layer'])}: {what}.", style="yellow"))
+    return parts
+
+
+def _multiplicity(layers: list[dict[str, Any]]) -> list[RenderableType]:
+    parts: list[RenderableType] = []
+    for layer in layers:
+        if "k_eff" in layer:
+            k_eff = layer["k_eff"]
+            value = plus_minus(k_eff["mean"], k_eff["se"])
+            text = f"{value} of {len(k_eff['layers'])} layers ({', '.join(map(layer_name, k_eff['layers']))})"
+            parts += [
+                Text.assemble(("K_eff = ", "bold"), text),
+                Padding(
+                    Text("1: they act on the same output directions; all of them: on orthogonal ones."), (0, 0, 0, 2)
+                ),
+            ]
+    return parts
+
+
+def _skipped(skipped: list[dict[str, str]]) -> list[RenderableType]:
+    count = len(skipped)
+    parts: list[RenderableType] = [Text(f"skipped {count} image file{'s' * (count != 1)}:", style="yellow")]
+    parts += [
+        Padding(Text(f"{image['file']}: {image['reason']}"), (0, 0, 0, 2), expand=False) for image in skipped[:_NAMED]
+    ]
+    if count > _NAMED:
+        parts.append(Text(f"  and {count - _NAMED} more, all named in diagnosis.json"))
+    return parts
+
+
+def models_table(rows: list[tuple[str, str, str, str]]) -> Table:
+    """What `pullback ls` prints."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    table.add_column("family", style="cyan", no_wrap=True)
+    table.add_column("decoders")
+    table.add_column("for example", no_wrap=True)
+    table.add_column("transformers' model type", style="dim")
+    for index, (family, types, decoders, example) in enumerate(rows):
+        if family == "embedded" and index and rows[index - 1][0] != "embedded":
+            table.add_section()
+        table.add_row(family, decoders, example, types)
+    return table
+
+
+def console(*, stderr: bool = False) -> Console:
+    """As wide as the terminal; into a file or a pipe wide enough that nothing is broken."""
+    plain_console = Console(stderr=stderr, highlight=False)
+    return plain_console if plain_console.is_terminal else Console(stderr=stderr, highlight=False, width=200)

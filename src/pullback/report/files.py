@@ -1,0 +1,86 @@
+"""The files of a diagnosis: their names, and writing them so that a reader never meets half a file."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from pullback.errors import PullbackError
+
+DIAGNOSIS = "diagnosis.json"
+IMPORTANCE = "importance.npz"
+SPECTRUM = "spectrum.png"
+PAGE = "index.html"
+
+# A list of plain numbers that `json.dumps(indent=...)` spread over lines. No string holds a raw newline: none matches.
+_NUMBERS = re.compile(r"\[\n\s+(-?[\d.eE+-]+(?:,\n\s+-?[\d.eE+-]+)*)\n\s+\]")
+
+
+def layer_name(layer: int | str) -> str:
+    """10 -> "L10", "hooks" -> "hooks": in tables, array names and file names."""
+    return layer if isinstance(layer, str) else f"L{layer:02d}"
+
+
+def tokens_figure(layer: int | str) -> str:
+    return f"tokens_{layer_name(layer)}.png"
+
+
+def read_diagnosis(folder: Path) -> dict[str, Any]:
+    path = folder / DIAGNOSIS
+    if not path.is_file():
+        raise PullbackError(f"folder: expected {DIAGNOSIS} in {folder}, which `pullback diagnose --out` writes there.")
+    with open(path, encoding="utf-8") as file:
+        document: dict[str, Any] = json.load(file)
+    return document
+
+
+def read_importance(folder: Path) -> dict[str, np.ndarray]:
+    """Per layer name [B, N]; `thumbnails` uint8 [b, h, w, 3], `grid` [2], `prefix`."""
+    with np.load(folder / IMPORTANCE, allow_pickle=False) as arrays:
+        return {name: arrays[name] for name in arrays.files}
+
+
+def write_json(path: Path, document: Mapping[str, Any]) -> None:
+    """Strict JSON; lists of numbers stay on one line."""
+    text = json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False)
+    text = _NUMBERS.sub(lambda match: "[" + re.sub(r",\n\s+", ", ", match[1]) + "]", text)
+    write_text(path, text + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    _write(path, lambda file: file.write(text.encode("utf-8")))
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    _write(path, lambda file: file.write(content))
+
+
+def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    _write(path, lambda file: np.savez_compressed(file, **arrays))  # type: ignore[arg-type]
+
+
+def _write(path: Path, fill: Callable[[IO[bytes]], object]) -> None:
+    """Into a temporary file beside ``path``, then renamed over it."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            fill(file)
+        os.chmod(temporary, 0o666 & ~_umask())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _umask() -> int:
+    """mkstemp makes private files; results are as readable as any other file of the user."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

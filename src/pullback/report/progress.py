@@ -1,0 +1,91 @@
+"""How far a run is: a live bar in a terminal, one line per finished layer anywhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from pullback.report.files import layer_name
+from pullback.report.wording import percent
+
+
+class ProgressDisplay:
+    """A `workflow.Watcher` for people. Use it as a context manager; it may hear several runs one after the other."""
+
+    def __init__(self, console: Console) -> None:
+        self.done: list[str] = []
+        self.current: str | None = None
+        self._console = console
+        self._bar = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[count]}"),
+            TimeElapsedColumn(),
+            TextColumn("elapsed"),
+            TimeRemainingColumn(),
+            TextColumn("left"),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._work: TaskID | None = None
+        self._stage: TaskID | None = None
+        self._layers: list[str] = []
+
+    def __enter__(self) -> ProgressDisplay:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Take the bar off the screen; a second time does nothing."""
+        self._bar.stop()
+
+    def stage(self, text: str) -> None:
+        self._end_stage()
+        self._stage = self._bar.add_task(text, total=None, count="")
+
+    def start(self, layers: Sequence[str], images: int) -> None:
+        self._end_stage()
+        if self._work is not None:
+            self._bar.remove_task(self._work)
+        self._layers = list(layers)
+        self._work = self._bar.add_task("", total=len(layers) * images, count="")
+
+    def layer(self, name: str) -> None:
+        self._end_stage()
+        assert self._work is not None
+        self.current = name
+        place = f"layer {name} ({self._layers.index(name) + 1} of {len(self._layers)})"
+        self._bar.update(self._work, description=place, count=self._count())
+
+    def advance(self, images: int) -> None:
+        assert self._work is not None
+        self._bar.advance(self._work, images)
+        self._bar.update(self._work, count=self._count())
+
+    def layer_done(self, result: dict[str, Any]) -> None:
+        self._end_stage()
+        name, count = layer_name(result["layer"]), result["num_images"]
+        self.done.append(name)
+        self.current = None
+        line = f"{name}: κ({result['rank_used']}) = {percent(result['kappa'])}, regime ({result['regime']})"
+        self._console.print(f"[dim]{line}, {count} image{'s' * (count != 1)} in {result['seconds']:.1f} s[/dim]")
+
+    def _count(self) -> str:
+        task = next((task for task in self._bar.tasks if task.id == self._work), None)
+        return "" if task is None else f"{task.completed:.0f}/{task.total:.0f} images"
+
+    def _end_stage(self) -> None:
+        if self._stage is not None:
+            self._bar.remove_task(self._stage)
+            self._stage = None

@@ -1,0 +1,54 @@
+"""Numbers and findings in words, the same in the terminal, in figures and on pages."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+UNKNOWN = "–"
+
+
+def plus_minus(value: float | None, se: float | None, *, scale: float = 1.0) -> str:
+    """ "37.2 ± 0.3": the error with its leading digit (two if that is a 1), the value to the same place."""
+    if value is None:
+        return UNKNOWN
+    value = value * scale
+    if se is None or se <= 0:
+        return f"{value:.4g}"
+    se = se * scale
+    places = -math.floor(math.log10(se))
+    if round(se * 10.0**places) == 1:
+        places += 1
+    places = min(max(0, places), max(0, 3 - math.floor(math.log10(max(abs(value), 1e-9)))))  # four digits of the value
+    shown = f"{se:.{places}f}"
+    return f"{value:.{places}f} ± {shown}" if float(shown) > 0 else f"{value:.{places}f} ± <{10.0**-places:.{places}f}"
+
+
+def percent(summary: dict[str, Any]) -> str:
+    return f"{plus_minus(summary['mean'], summary['se'], scale=100)} %"
+
+
+def share(part: float) -> str:
+    """ "97 %", never rounded to nothing or to all."""
+    return "< 1 %" if 0 < part < 0.01 else "> 99 %" if 0.99 < part < 1 else f"{100 * part:.0f} %"
+
+
+def lower_bound(r90: dict[str, Any]) -> str:
+    return f"{'≥ ' if r90['is_lower_bound'] else ''}{r90['value']}"
+
+
+def plain(value: float | None, digits: int = 3) -> str:
+    return UNKNOWN if value is None else f"{value:.{digits}g}"
+
+
+def times(value: float | None) -> str:
+    """A factor: "0.83×", "4,250×"."""
+    if value is None:
+        return UNKNOWN
+    return f"{value:,.0f}×" if value >= 100 else f"{value:.3g}×"
+
+
+def short_name(model: str) -> str:
+    """A hub id as it is, of a folder its last part."""
+    parts = [part for part in model.split("/") if part not in ("", ".", "..")]
+    return model if len(parts) <= 2 and not model.startswith((".", "/")) else parts[-1] if parts else model

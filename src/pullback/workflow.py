@@ -1,0 +1,195 @@
+"""What `pullback diagnose` does, without the terminal: a request in, files in a folder out.
+
+The folder is up to date after every layer, so that an interruption or a failing layer loses nothing before it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from pullback.backbones import Backbone, load_backbone
+from pullback.data.images import ImageBatch, read_images
+from pullback.decoders import build_decoder, task_distance
+from pullback.errors import PullbackError
+from pullback.geometry import diagnose, layer_multiplicity
+from pullback.probes import ProbeMap
+from pullback.probes.multi_layer import MultiLayerProbe
+from pullback.report import files
+from pullback.results import layer_result, multiplicity_result, provenance
+
+MAX_THUMBNAILS = 8
+_THUMBNAIL_SIDE = 224
+
+HOOKS = "hooks"
+"""The layer that stands for all layers a dense decoder reads, side by side."""
+
+
+@dataclass(frozen=True)
+class DiagnosisRequest:
+    """Everything that decides the numbers. No ``layers``: the last but one."""
+
+    model: str
+    images: str
+    decoder: str = "cls"
+    layers: tuple[int | str, ...] = ()
+    limit: int | None = None
+    ranks: tuple[int, ...] = (20,)
+    method: str = "auto"
+    device: str = "auto"
+    seed: int = 0
+    size: int | tuple[int, int] | None = None
+    precision: str = "float32"
+    rtol: float | None = None
+    distance: str | None = None
+
+
+class Watcher(Protocol):
+    """Hears how far the run is."""
+
+    def stage(self, text: str) -> None:
+        """Something of unknown length begins."""
+
+    def start(self, layers: Sequence[str], images: int) -> None:
+        """The work is known: so many images at each of these layers."""
+
+    def layer(self, name: str) -> None:
+        """This layer begins."""
+
+    def advance(self, images: int) -> None:
+        """So many more images are done at this layer."""
+
+    def layer_done(self, result: dict[str, Any]) -> None:
+        """This layer is done and on disk."""
+
+
+def run_diagnosis(request: DiagnosisRequest, out: Path, watch: Watcher) -> dict[str, Any]:
+    """Diagnose every layer, writing `diagnosis.json` and `importance.npz` after each; the former is also returned."""
+    watch.stage(f"loading {request.model}")
+    backbone = load_backbone(request.model, device=request.device)
+    probes = build_probes(request, backbone)  # a wrong layer, decoder or size is found before anything is computed
+    size = _checked_size(request.size, backbone)
+    _make_folder(out)
+    watch.stage(f"reading images from {request.images}")
+    wanted = backbone.preprocessing
+    batch = read_images(request.images, size, mean=wanted.mean, std=wanted.std, limit=request.limit)
+    document = {**_settings(request, backbone, batch), "complete": False, "failure": None, "layers": []}
+    arrays = _thumbnails(batch, backbone)
+    names = [files.layer_name(probe.layer) for probe in probes]
+    watch.start(names, len(batch))
+    for name, probe in zip(names, probes, strict=True):
+        watch.layer(name)
+        try:
+            result, importance = _diagnose_layer(request, probe, batch, watch)
+        except BaseException as error:
+            _record_failure(out, document, probe.layer, error)
+            raise
+        document["layers"].append(result)
+        document["complete"] = len(document["layers"]) == len(probes)
+        arrays[name] = importance
+        files.write_arrays(out / files.IMPORTANCE, arrays)
+        files.write_json(out / files.DIAGNOSIS, document)
+        watch.layer_done(result)
+    return document
+
+
+def build_probes(request: DiagnosisRequest, backbone: Backbone) -> list[ProbeMap | MultiLayerProbe]:
+    """One probe per distinct layer, all on the same backbone and decoder."""
+    decoder, distance = build_decoder(request.decoder, backbone), task_distance(request.distance)
+    layers = dict.fromkeys(request.layers or (backbone.depth - 2,))
+    probes: list[ProbeMap | MultiLayerProbe] = []
+    for layer in layers:
+        if isinstance(layer, str):
+            probes.append(MultiLayerProbe(backbone, decoder, distance))
+        else:
+            probes.append(ProbeMap(backbone, decoder, layer, distance=distance))
+    return probes
+
+
+def _diagnose_layer(
+    request: DiagnosisRequest, probe: ProbeMap | MultiLayerProbe, batch: ImageBatch, watch: Watcher
+) -> tuple[dict[str, Any], np.ndarray]:
+    report = diagnose(
+        probe,
+        batch.pixels,
+        request.ranks,
+        request.method,
+        seed=request.seed,
+        rtol=request.rtol,
+        precision=request.precision,
+        on_progress=watch.advance,
+    )
+    result = layer_result(report, [str(path) for path in batch.paths])
+    if isinstance(probe, MultiLayerProbe):
+        watch.stage("alignment of the layers")
+        result["k_eff"] = multiplicity_result(layer_multiplicity(probe, batch.pixels, seed=request.seed), probe.layers)
+    return result, report.importance.float().numpy()
+
+
+def _settings(request: DiagnosisRequest, backbone: Backbone, batch: ImageBatch) -> dict[str, Any]:
+    return {
+        "model": request.model,
+        "family": backbone.family,
+        "decoder": request.decoder,
+        "distance": request.distance,
+        "images": request.images,
+        "image_files": [str(path) for path in batch.paths],
+        "skipped": [{"file": str(image.path), "reason": image.reason} for image in batch.skipped],
+        "limit": request.limit,
+        "size": list(batch.pixels.shape[-2:]),
+        "depth": backbone.depth,
+        "ranks": list(request.ranks),
+        "method_asked": request.method,
+        "precision": request.precision,
+        "rtol": request.rtol,
+        "seed": request.seed,
+        **provenance(backbone.device),
+    }
+
+
+def _checked_size(size: int | tuple[int, int] | None, backbone: Backbone) -> int | tuple[int, int]:
+    size = size or backbone.preprocessing.size
+    height, width = (size, size) if isinstance(size, int) else size
+    if min(height, width) > 0:  # the reader of images explains other sizes
+        backbone.token_layout(torch.empty(0, 3, height, width))
+    return size
+
+
+def _make_folder(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PullbackError(f"out: cannot make the folder {out} ({error.strerror}). Choose another --out.") from None
+    if not os.access(out, os.W_OK):
+        raise PullbackError(f"out: the folder {out} is not writable. Choose another --out.")
+
+
+def _thumbnails(batch: ImageBatch, backbone: Backbone) -> dict[str, np.ndarray]:
+    """The first crops as the model saw them, de-normalised, and where the tokens sit on them."""
+    wanted, layout = backbone.preprocessing, backbone.token_layout(batch.pixels)
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (wanted.mean, wanted.std))
+    pixels = batch.pixels[:MAX_THUMBNAILS] * std + mean
+    longest = max(pixels.shape[-2:])
+    if longest > _THUMBNAIL_SIDE:
+        pixels = F.interpolate(pixels, scale_factor=_THUMBNAIL_SIDE / longest, mode="bilinear", antialias=True)
+    pictures = (pixels.clamp(0, 1) * 255).round().to(torch.uint8).permute(0, 2, 3, 1)
+    return {
+        "thumbnails": pictures.numpy(),
+        "grid": np.array(layout.grid),
+        "prefix": np.array(layout.prefix),
+    }
+
+
+def _record_failure(out: Path, document: dict[str, Any], layer: int | str, error: BaseException) -> None:
+    """Say in the file why layers are missing; with no layer at all, an earlier result in the folder is left alone."""
+    reason = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error) or type(error).__name__
+    document["failure"] = {"layer": layer, "reason": reason}
+    if document["layers"]:
+        files.write_json(out / files.DIAGNOSIS, document)
