@@ -6,13 +6,16 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import huggingface_hub
 import numpy as np
 import pytest
 import torch
 from click.testing import Result
 from typer.testing import CliRunner
 
+import pullback.demo as demo
 import pullback.workflow as workflow
+from pullback import __version__
 from pullback.cli import app
 from pullback.data.synthetic import draw_pictures
 from pullback.errors import NumericsError
@@ -227,7 +230,7 @@ def test_sizes_may_be_rectangular(images, tmp_path):
     ids=lambda value: " ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else "",
 )
 def test_bad_input_gives_one_line_and_exit_code_2(options, message, images, tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)  # no waiting for a network
     (tmp_path / "file").write_text("")
     given = {"--images": str(images), "--out": str(tmp_path / "out"), "--size": "56", "--rank": "3", **options}
     given = {name: value.replace("{tmp}", str(tmp_path)) for name, value in given.items()}
@@ -296,10 +299,8 @@ def test_ls_names_every_family_and_the_embedded_models():
 
 
 def test_the_demo_writes_a_page_that_needs_nothing_else(tmp_path, monkeypatch):
-    import pullback.demo
-
-    monkeypatch.setattr(pullback.demo, "SIZES", {"cls": 56, "depth-8x8": 56})
-    monkeypatch.setattr(pullback.demo, "LAYERS", (4,))
+    monkeypatch.setattr(demo, "SIZES", {"cls": 56, "depth-8x8": 56})
+    monkeypatch.setattr(demo, "LAYERS", (4,))
     result = pullback("demo", "--out", tmp_path)
     assert result.exit_code == 0, result.output
     assert "random weights" in result.output and (tmp_path / "index.html").as_uri() in result.output
@@ -326,7 +327,5 @@ def test_help_imports_neither_torch_nor_transformers():
 
 
 def test_python_dash_m_is_the_same_program():
-    import pullback as package
-
     done = python("-m", "pullback", "--version")
-    assert done.stdout.strip() == f"pullback {package.__version__}", done.stderr
+    assert done.stdout.strip() == f"pullback {__version__}", done.stderr

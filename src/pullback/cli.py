@@ -131,7 +131,7 @@ def diagnose(
     written = ", ".join(["diagnosis.json", "importance.npz", *figures])
     screen.print(f"\nwritten to {out}/: {written}", style="bold", markup=False, soft_wrap=True)
     if not figures:
-        screen.print(NO_FIGURES, style="yellow")
+        screen.print(NO_FIGURES, style="yellow", markup=False)
 
 
 @app.command()
@@ -152,9 +152,9 @@ def demo(
     for document in documents.values():
         screen.print(diagnosis_summary(document, screen.width))
         screen.print()
-    screen.print(NOTE, style="yellow")
+    screen.print(NOTE, style="yellow", markup=False)
     if page is None:
-        screen.print(NO_FIGURES, style="yellow")
+        screen.print(NO_FIGURES, style="yellow", markup=False)
     where = "" if page is None else f", open {page.resolve().as_uri()}"
     screen.print(f"written to {out}/{where}", style="bold", markup=False, soft_wrap=True)
 
@@ -210,9 +210,11 @@ def _fail(message: str, progress: ProgressDisplay, out: Path | None, code: int) 
 def quiet() -> None:
     """Other packages' bars and warnings stay off the screen; their errors reach us as exceptions."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)
+    for name in ("huggingface_hub", "matplotlib"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"(torch|transformers|huggingface_hub|matplotlib)(\.|$)")
 
 

@@ -155,7 +155,7 @@ def _settings(request: DiagnosisRequest, backbone: Backbone, batch: ImageBatch) 
 
 
 def _checked_size(size: int | tuple[int, int] | None, backbone: Backbone) -> int | tuple[int, int]:
-    size = size or backbone.preprocessing.size
+    size = backbone.preprocessing.size if size is None else size
     height, width = (size, size) if isinstance(size, int) else size
     if min(height, width) > 0:  # the reader of images explains other sizes
         backbone.token_layout(torch.empty(0, 3, height, width))

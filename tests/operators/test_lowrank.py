@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from families import random_normal
-from pullback.errors import ShapeError
+from pullback.errors import PullbackError, ShapeError
 from pullback.operators import LowRankMetric
 
 BATCH, RANK, TOKENS, DIM = 2, 3, 5, 4
@@ -75,7 +75,7 @@ def test_without_a_floor_it_multiplies_but_cannot_be_solved_with(metric, dense):
     bare = LowRankMetric(metric.modes, metric.energies)
     v = feature_map()
     torch.testing.assert_close(flat(bare @ v), dense @ flat(v) - FLOOR * flat(v))
-    with pytest.raises(ShapeError, match="floor: solve needs floor > 0; without it g is singular"):
+    with pytest.raises(PullbackError, match="floor: solve needs floor > 0, without it g is singular"):
         bare.solve(v)
 
 
@@ -86,7 +86,7 @@ def test_modes_and_energies_must_match(metric):
 
 
 def test_a_negative_floor_is_refused(metric):
-    with pytest.raises(ShapeError, match=r"floor: expected a number >= 0, got -1.0"):
+    with pytest.raises(PullbackError, match=r"floor: expected a number >= 0, got -1.0"):
         LowRankMetric(metric.modes, metric.energies, -1.0)
 
 

@@ -27,7 +27,7 @@ def cosine(output: Tensor) -> Tensor:
 
 
 def log(output: Tensor) -> Tensor:
-    """log max(y, floor), the floor being `LOG_FLOOR` times the median of the image's positive outputs, held constant."""
+    """log max(y, floor), the floor `LOG_FLOOR` times the median of the image's positive outputs, held constant."""
     flat = output.flatten(1)
     positive = flat.detach().where(flat.detach() > 0, torch.nan)
     floor = (LOG_FLOOR * positive.nanmedian(1, keepdim=True).values).nan_to_num(0.0).clamp_min(1e-12)

@@ -6,8 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from scipy.special import stdtrit  # Student's t quantile; scipy.stats would add a second to every start
-
 
 @dataclass(frozen=True)
 class Summary:
@@ -23,7 +21,9 @@ class Summary:
     @property
     def interval(self) -> tuple[float, float]:
         """95 % for the mean over such samples."""
-        half = 2 * self.se if self.count == 1 else float(stdtrit(self.count - 1, 0.975)) * self.se
+        from scipy.special import stdtrit  # slow to import, seldom needed
+
+        half = self.se * (2.0 if self.count == 1 else float(stdtrit(self.count - 1, 0.975)))
         return self.mean - half, self.mean + half
 
     def __str__(self) -> str:

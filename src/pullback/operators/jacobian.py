@@ -18,7 +18,7 @@ from pullback.operators.precision import check_precision, matmul_precision
 # On the CPU larger blocks only leave the cache; on a GPU they fill it.
 MAX_CHUNK = {"cpu": 32, "cuda": 4096}
 # Blocks with a larger working set keep the GPU busy by themselves.
-CAPTURE_BYTES = 1 << 30
+CAPTURE_BYTES = 4 << 30
 
 
 class JacobianOperator(LinearOperator):
@@ -88,7 +88,7 @@ class JacobianOperator(LinearOperator):
         def run(stack: Tensor) -> Tensor:
             key = (product, tuple(stack.shape))
             self._seen[key] += 1
-            small = self.linearization.bytes_per_tangent * stack.shape[1] <= CAPTURE_BYTES
+            small = self.linearization.bytes_per_tangent * stack.shape[1] <= CAPTURE_BYTES or self._capture_after == 0
             if not small or self._seen[key] <= (self._capture_after or 0):
                 return function(stack)
             if key not in self._captured:

@@ -39,9 +39,7 @@ class LowRankMetric:
     def solve(self, w: Tensor) -> Tensor:
         """g^-1 w by Woodbury: (w - U (lam / (eps + lam) * U^T w)) / eps, since U^T U = I."""
         if self.floor == 0:
-            raise PullbackError(
-                "floor: solve needs floor > 0; without it g is singular. Build the metric with a floor."
-            )
+            raise PullbackError("floor: solve needs floor > 0, without it g is singular. Build the metric with one.")
         shrink = self.energies / (self.floor + self.energies)
         return (w - self._combine(shrink * self.coordinates(w))) / self.floor
 

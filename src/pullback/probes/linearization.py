@@ -70,15 +70,16 @@ class DecoderTail:
         return self._derivative.vjp(cotangents)
 
     def _transposed(self, cotangents: Tensor) -> tuple[Tensor, ...]:
-        """A linear decoder's adjoint, the cotangents folded into the batch.
+        """A linear decoder's adjoint, the cotangents folded into the batch: the gradient of <cotangent, decoder(x)>.
 
-        By plain autograd: its graph lives on the stream on which a CUDA graph may be recording, and the reverse mode of
-        torch.func imports the compiler, which takes seconds.
+        By plain autograd of a scalar: its graph lives on the stream on which a CUDA graph may be recording, and every
+        other reverse mode imports parts of the compiler first, which takes seconds.
         """
         folded = cotangents.shape[:2].numel()
         with torch.enable_grad():
             start = [value.new_zeros(folded, *value.shape[1:]).requires_grad_() for value in self._values]
-            pulled = torch.autograd.grad(self._derivative.function(*start), start, cotangents.flatten(0, 1))
+            pairing = (self._derivative.function(*start) * cotangents.flatten(0, 1)).sum()
+            pulled = torch.autograd.grad(pairing, start)
         return tuple(part.unflatten(0, cotangents.shape[:2]) for part in pulled)
 
 

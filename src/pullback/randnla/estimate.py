@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 
 import torch
-from scipy.special import stdtrit  # Student's t quantile; scipy.stats would add a second to every start
 from torch import Tensor
 
 ROUND_OFF = 1e-6
@@ -51,4 +50,6 @@ def student_scale(count: int) -> float:
     0.985 and not 0.975: samples here are squared norms, hence skewed, which costs a t-interval one to two points of
     coverage. Measured over many spectra, 97 % nominal is 95 to 96 % real.
     """
+    from scipy.special import stdtrit  # Student's t quantile, imported only where something was sampled
+
     return float(stdtrit(count - 1, 0.985)) / 2

@@ -25,7 +25,7 @@ _MARGIN = 2
 """Blocks beyond that for the effective rank: deflation knows the trace of all of the space but the entropy of its inner
 part only, and two blocks are cheap beside the Lanczos runs whose noise they lower."""
 _NOTHING = 1e-9
-"""A tail below this fraction is the round-off of a basis that holds everything: energies miss at most the tail (Ky Fan)."""
+"""A smaller share in the tail is the round-off of a basis that holds everything: energies miss at most the tail."""
 _USUAL_DEPTH = 8
 _MAX_TRACE_PROBES = 1024
 

@@ -22,7 +22,7 @@ class ProgressDisplay:
         self._console = console
         self._bar = Progress(
             SpinnerColumn(),
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=None),
             TextColumn("{task.fields[count]}"),
             TimeElapsedColumn(),
@@ -79,7 +79,8 @@ class ProgressDisplay:
         self.done.append(name)
         self.current = None
         line = f"{name}: κ({result['rank_used']}) = {percent(result['kappa'])}, regime ({result['regime']})"
-        self._console.print(f"[dim]{line}, {count} image{'s' * (count != 1)} in {result['seconds']:.1f} s[/dim]")
+        time = f"{count} image{'s' * (count != 1)} in {result['seconds']:.1f} s"
+        self._console.print(f"{line}, {time}", style="dim", markup=False)
 
     def _count(self) -> str:
         task = next((task for task in self._bar.tasks if task.id == self._work), None)

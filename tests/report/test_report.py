@@ -1,0 +1,116 @@
+"""Tables, figures and the page from the files alone."""
+
+import subprocess
+import sys
+
+import pytest
+from rich.console import Console
+
+from pullback.report import files
+from pullback.report.console import diagnosis_summary
+
+figures = pytest.importorskip("pullback.report.figures", exc_type=ImportError)
+
+NULL = "CV 0.260 is indistinguishable from a random direction (null 0.250): the modes have probably not converged."
+
+
+def printed(document: dict, width: int) -> str:
+    console = Console(width=width, force_terminal=False)
+    with console.capture() as capture:
+        console.print(diagnosis_summary(document, width))
+    return capture.get()
+
+
+def make_random(document: dict) -> None:
+    document["layers"][0]["cv"].update(mean=0.26, indistinguishable_from_random=True)
+    document["layers"][0]["advice"] = NULL
+
+
+def test_the_table_carries_every_quantity_with_its_error(document):
+    text = printed(document, 100)
+    for words in (
+        "some-vit, cls",
+        "L02",
+        "hooks",
+        "40.0 ± 1.0 %",
+        "≥ 4",
+        "12.0 ± 0.5",
+        "1.50 ± 0.05",
+        "0.25",
+        "90 krylov",
+    ):
+        assert words in text
+
+
+def test_a_cv_at_its_null_is_called_random(document):
+    assert "indistinguishable" not in printed(document, 200)
+    make_random(document)
+    assert "indistinguishable from a random direction" in printed(document, 200)
+
+
+def test_one_sentence_of_advice_per_distinct_finding(document):
+    text = printed(document, 200)
+    assert text.count("Score tokens.") == 1 and "L02, hooks: regime (iii), marginal rank." in text
+
+
+def test_convergence_gives_both_counts_and_no_negative_error(document):
+    rows = [line.split() for line in printed(document, 100).splitlines()]
+    assert ["0", "–", "0.990", "1.1×", "0.990", "1.1×"] in rows
+    assert ["1", "0", "<0.001", "1,234×", "<0.001", "1,234×"] in rows
+
+
+def test_many_layers_stay_within_the_terminal(document):
+    document["layers"] = [{**document["layers"][0], "layer": index} for index in range(12)]
+    text = printed(document, 80)
+    assert max(map(len, text.splitlines())) <= 80
+    assert all(f"L{index:02d}" in text for index in range(12)) and "…" not in text
+
+
+def test_skipped_files_are_named_up_to_a_point(document):
+    document["skipped"] = [{"file": f"{i}.png", "reason": "empty"} for i in range(12)]
+    text = printed(document, 100)
+    assert "skipped 12 image files" in text and "9.png: empty" in text and "and 2 more" in text
+
+
+def test_figures_are_drawn_for_every_layer_and_old_ones_removed(folder):
+    (folder / "tokens_L09.png").write_bytes(b"old")
+    assert figures.draw_all(folder) == ["spectrum.png", "tokens_L02.png", "tokens_hooks.png"]
+    assert not (folder / "tokens_L09.png").exists()
+
+
+@pytest.mark.parametrize("theme", ["LIGHT", "DARK"])
+def test_figures_survive_extreme_numbers(folder, theme):
+    """One image, one direction, energy on the class token alone, no error at all."""
+    document, arrays = files.read_diagnosis(folder), files.read_importance(folder)
+    (entry, _), chosen = document["layers"], getattr(figures, theme)
+    entry["per_image"] = [{"file": "0.png", "singular_values": [1.0], "energy": 1.0, "energy_se": 0.0}]
+    document.update(layers=[entry], image_files=["0.png"])
+    arrays["L02"][:, 1:] = 0
+    arrays["thumbnails"] = arrays["thumbnails"][:1]
+    assert figures.spectrum_png(document, chosen, 40).startswith(b"\x89PNG")
+    assert figures.tokens_png(entry, arrays, chosen, 40).startswith(b"\x89PNG")
+
+
+def test_the_report_needs_no_torch(folder):
+    (folder / "run").mkdir()
+    for name in (files.DIAGNOSIS, files.IMPORTANCE):
+        (folder / name).rename(folder / "run" / name)
+    code = (
+        "import sys\nfor name in ('torch', 'transformers', 'scipy'): sys.modules[name] = None\n"
+        "from pathlib import Path\nfrom pullback.report.figures import draw_all\n"
+        "from pullback.report.page import write_page\nout = Path(sys.argv[1])\n"
+        "draw_all(out / 'run')\nprint(write_page(out, ['run'], 'a <note>'))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, folder], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    page = (folder / "index.html").read_text(encoding="utf-8")
+    assert "a &lt;note&gt;" in page and "40.0 ± 1.0 %" in page and page.count("data:image/png;base64,") == 6
+
+
+def test_the_page_calls_a_cv_at_its_null_random(folder, document):
+    from pullback.report.page import write_page
+
+    make_random(document)
+    files.write_json(folder / files.DIAGNOSIS, document)
+    page = write_page(folder, ["."]).read_text(encoding="utf-8")
+    assert "indistinguishable from a random direction" in page
