@@ -23,7 +23,7 @@ def diagnosis_summary(document: dict[str, Any], width: int) -> RenderableType:
     layers = document["layers"]
     across = max(1, (width - _LABEL_WIDTH) // (_LAYER_WIDTH + _GAP))
     parts: list[RenderableType] = [_heading(document)]
-    parts += [layer_table(layers[first : first + across]) for first in range(0, len(layers), across)]
+    parts += [layer_table(layers[first : first + across], width) for first in range(0, len(layers), across)]
     measured = [layer for layer in layers if layer["convergence"]]
     if measured:
         parts += [
@@ -47,12 +47,15 @@ def _heading(document: dict[str, Any]) -> Text:
     return text.append(details, style="dim")
 
 
-def layer_table(layers: list[dict[str, Any]]) -> Table:
+def layer_table(layers: list[dict[str, Any]], width: int) -> Table:
     """Quantities down, layers across: it stays readable in a narrow terminal."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    share = (width - _LABEL_WIDTH) // len(layers) - _GAP
     table.add_column("layer")
     for layer in layers:
-        table.add_column(layer_name(layer["layer"]), justify="right", max_width=_LAYER_WIDTH)
+        table.add_column(
+            layer_name(layer["layer"]), justify="right", max_width=min(max(share, _LAYER_WIDTH), 2 * _LAYER_WIDTH)
+        )
     for rank in layers[0]["kappa_at"]:
         table.add_row(f"captured energy κ({rank})", *(_kappa(layer["kappa_at"][rank], int(rank)) for layer in layers))
     for label, cell in _ROWS.items():
