@@ -72,10 +72,10 @@ def measure_matrix(matrix: Tensor, image: int, seeds: range) -> dict[str, list[t
     for seed in seeds:
         found = {}
         for name, method in METHODS.items():
-            found[name] = svd = method(op, RANK, streams=Streams.from_seed(seed, 1, first=image))
+            found[name] = svd = method(op, RANK, streams=Streams.from_seed(seed, 1, op.device, first=image))
             error = svd.singular_values.double().square().sum() / total - kappa
             errors[name].append((error.item(), svd.products.pairs))
-        streams = Streams.from_seed(seed + 1000, 1, first=image)
+        streams = Streams.from_seed(seed + 1000, 1, op.device, first=image)
         for name, estimate in {
             "trace: Hutchinson": hutchinson(op, num_probes=TRACE_PROBES, streams=streams),
             "trace: deflated by power": _deflated(op, found["power, r0 = 20, q = 2, literal (paper default)"], streams),
@@ -89,9 +89,9 @@ def _deflated(op: DenseOperator, svd: Svd, streams: Streams) -> Estimate:
     return deflated_hutchinson(op, svd.basis, svd.image, num_probes=TRACE_PROBES, streams=streams)
 
 
-def measure_layer(model: str, layer: int, images_at: str, limit: int, seeds: range) -> list[dict]:
+def measure_layer(model: str, layer: int, images_at: str, limit: int, seeds: range, device: str) -> list[dict]:
     """One row per method: mean absolute error and bias over images and seeds."""
-    probe = pb.load_probe(model, decoder="cls", layer=layer, device="cpu")
+    probe = pb.load_probe(model, decoder="cls", layer=layer, device=device)
     features = probe.features(probe.load_images(images_at, limit=limit))
     errors: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for image in range(len(features)):
@@ -106,6 +106,7 @@ def measure_layer(model: str, layer: int, images_at: str, limit: int, seeds: ran
             "layer": layer,
             "pairs": found[0][1],
             "mean_abs_error": statistics.fmean(abs(error) for error, _ in found),
+            "range_over_images": [min(abs(error) for error, _ in found), max(abs(error) for error, _ in found)],
             "bias": statistics.fmean(error for error, _ in found),
             "findings": FINDINGS.get(name, {}).get(layer),
         }
@@ -137,14 +138,16 @@ def main() -> None:
     parser.add_argument("--layers", type=int, nargs="+", default=[2, 10])
     parser.add_argument("--limit", type=int, default=8, help="images per layer")
     parser.add_argument("--seeds", type=int, default=1, help="repetitions per image, seeds 0, 1, ...")
-    parser.add_argument("--out", type=Path, default=None, help="folder of accuracy_cpu.json (default: results/)")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--out", type=Path, default=None, help="folder of accuracy_DEVICE.json (default: results/)")
     args = parser.parse_args()
     rows = []
     for layer in args.layers:
-        rows += measure_layer(args.model, layer, args.images, args.limit, range(args.seeds))
+        rows += measure_layer(args.model, layer, args.images, args.limit, range(args.seeds), args.device)
     print_table(rows)
     settings = {"model": Path(args.model).name, "rank": RANK, "images": args.limit, "seeds": list(range(args.seeds))}
-    print("written:", save("accuracy_cpu", machine(torch.device("cpu")) | settings | {"rows": rows}, args.out))
+    device = torch.device(args.device)
+    print("written:", save(f"accuracy_{device.type}", machine(device) | settings | {"rows": rows}, args.out))
 
 
 if __name__ == "__main__":

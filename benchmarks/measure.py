@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import itertools
 import json
 import platform
 import statistics
@@ -18,25 +17,33 @@ from torch import nn
 RESULTS = Path(__file__).parent / "results"
 
 
-def milliseconds(function: Callable[[], Any], device: torch.device, repeats: int = 20, warmup: int = 3) -> float:
-    """The median over repeats, by device events on a GPU."""
-    for _ in range(warmup):
-        function()
+def milliseconds(functions: dict[str, Callable[[], Any]], device: torch.device, rounds: int = 7) -> dict[str, float]:
+    """The median time of one call of each function. The functions take turns, so that a machine whose speed drifts
+    slows all of them alike; on a GPU by events, five calls a turn."""
+    calls = 5 if device.type == "cuda" else 1
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for turn in range(rounds + 1):
+        for name, function in functions.items():
+            elapsed = _elapsed(function, device, calls)
+            if turn:  # the first turn warms up
+                times[name].append(elapsed / calls)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def _elapsed(function: Callable[[], Any], device: torch.device, calls: int) -> float:
     if device.type != "cuda":
-        times = []
-        for _ in range(repeats):
-            begun = time.perf_counter()
+        begun = time.perf_counter()
+        for _ in range(calls):
             function()
-            times.append(1e3 * (time.perf_counter() - begun))
-        return statistics.median(times)
+        return 1e3 * (time.perf_counter() - begun)
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize(device)
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-    events[0].record()
-    for event in events[1:]:
+    start.record()
+    for _ in range(calls):
         function()
-        event.record()
+    stop.record()
     torch.cuda.synchronize(device)
-    return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(events))
+    return start.elapsed_time(stop)
 
 
 def machine(device: torch.device) -> dict[str, str]:

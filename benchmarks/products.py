@@ -62,45 +62,49 @@ def full_rows(probe: ProbeMap) -> ProbeMap:
     return replace(probe, decoder=replace(probe.decoder, rows=None))
 
 
-def measure_case(probe: ProbeMap, count: int, images: int, precision: str, quick: bool, with_rivals: bool) -> dict:
+def measure_case(probe: ProbeMap, count: int, images: int, precision: str, with_rivals: bool) -> dict:
     device = probe.device
     generator = torch.Generator(device).manual_seed(0)
     features = probe.features(torch.randn(images, 3, 224, 224, generator=generator, device=device))
-    operator = pb.JacobianOperator(probe, features, precision=precision)
+    operator = pb.JacobianOperator(probe, features, precision=precision, capture=False)
     columns = torch.randn(images, operator.cols, count, generator=generator, device=device)
     rows = torch.randn(images, operator.rows, count, generator=generator, device=device)
-    many = features.repeat(count, 1, 1) + 0.01 * torch.randn(
-        images * count, *features.shape[1:], generator=generator, device=device
-    )
-    per_product = count * images
-    repeats = 5 if device.type == "cpu" else 20
+    many = features.repeat(count, 1, 1)
+    many += 0.01 * torch.randn(many.shape, generator=generator, device=device)
+    full = full_rows(probe)
+    functions: dict[str, Callable[[], object]] = {
+        "forward": lambda: probe(many),
+        "full forward": lambda: full(many),
+        "jvp": lambda: operator @ columns,
+        "vjp": lambda: operator.T @ rows,
+    }
     case: dict = {"layer": probe.layer, "tangents": count, "images": images, "precision": precision}
-
-    def clock(function: Callable[[], object], repeats: int = repeats) -> float:
-        with torch.no_grad(), matmul_precision(precision):
-            return milliseconds(function, device, repeats, warmup=1 if device.type == "cpu" else 3) / per_product
-
-    case["forward ms"] = clock(lambda: probe(many))
-    case["full forward ms"] = clock(lambda: full_rows(probe)(many))
-    case["jvp ms"] = clock(lambda: operator @ columns)
-    case["vjp ms"] = clock(lambda: operator.T @ rows)
-    if device.type == "cuda":
-        captured = pb.JacobianOperator(probe, features, precision=precision, capture=True)
-        begun = time.perf_counter()
-        _ = captured @ columns, captured.T @ rows
-        torch.cuda.synchronize()
-        case["capture seconds (both products)"] = time.perf_counter() - begun
-        with torch.no_grad(), matmul_precision(precision):
+    with torch.no_grad(), matmul_precision(precision):
+        if device.type == "cuda":
+            captured = pb.JacobianOperator(probe, features, precision=precision, capture=True)
+            begun = time.perf_counter()
+            _ = captured @ columns, captured.T @ rows
+            torch.cuda.synchronize()
+            case["capture seconds (both products)"] = time.perf_counter() - begun
             forward = CapturedFunction(probe, many)
-        case["captured forward ms"] = clock(lambda: forward(many))
-        case["captured jvp ms"] = clock(lambda: captured @ columns)
-        case["captured vjp ms"] = clock(lambda: captured.T @ rows)
-    if with_rivals:
-        stack = columns.mT.unflatten(-1, features.shape[1:]).contiguous()
-        with differentiable_attention(), matmul_precision(precision):
-            for name, function in rivals(probe, features, stack, rows.mT.contiguous()).items():
-                case[f"{name} ms"] = clock(function, 2 if quick or "loop" in name else 5)
-    return case
+            functions["captured forward"] = lambda: forward(many)
+            functions["captured jvp"] = lambda: captured @ columns
+            functions["captured vjp"] = lambda: captured.T @ rows
+        if with_rivals:
+            stack = columns.mT.unflatten(-1, features.shape[1:]).contiguous()
+            with differentiable_attention():
+                for name, function in rivals(probe, features, stack, rows.mT.contiguous()).items():
+                    functions[name] = with_math_attention(function)
+        times = milliseconds(functions, device, rounds=7 if device.type == "cuda" else 5)
+    return case | {f"{name} ms": value / (count * images) for name, value in times.items()}
+
+
+def with_math_attention(function: Callable[[], object]) -> Callable[[], object]:
+    def run() -> object:
+        with differentiable_attention():
+            return function()
+
+    return run
 
 
 def precision_errors(probe: ProbeMap, precisions: list[str], count: int = 8) -> dict[str, dict[str, float]]:
@@ -150,7 +154,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, nargs="+", default=[2, 10])
     parser.add_argument("--tangents", type=int, default=20)
     parser.add_argument("--precision", nargs="+", default=["float32"], choices=["float32", "tf32", "bf16"])
-    parser.add_argument("--quick", action="store_true", help="fewer repeats, no scaling table")
+    parser.add_argument("--quick", action="store_true", help="without the scaling table")
     parser.add_argument("--out", type=Path, default=None, help="folder for the JSON (default benchmarks/results)")
     options = parser.parse_args()
     device = torch.device(options.device)
@@ -159,12 +163,12 @@ def main() -> None:
     for layer in options.layers:
         probe = pb.load_probe(model, "cls", layer)
         for precision in options.precision:
-            cases.append(measure_case(probe, options.tangents, 1, precision, options.quick, with_rivals=True))
+            cases.append(measure_case(probe, options.tangents, 1, precision, with_rivals=True))
             print(report(cases[-1]), flush=True)
         if not options.quick:
             for images, factor in ((1, 2), (1, 4), (2, 1), (4, 1)):
                 count = options.tangents * factor
-                cases.append(measure_case(probe, count, images, options.precision[-1], True, with_rivals=False))
+                cases.append(measure_case(probe, count, images, options.precision[-1], with_rivals=False))
                 print(report(cases[-1]), flush=True)
     errors = {}
     for layer in options.layers:

@@ -16,6 +16,7 @@ import typer
 from pullback import __version__
 from pullback.errors import PullbackError
 from pullback.report.console import console, diagnosis_summary, models_table
+from pullback.report.drawing import Drawing
 from pullback.report.progress import ProgressDisplay
 
 Method = Literal["auto", "krylov", "paper", "exact"]
@@ -98,8 +99,7 @@ def diagnose(
     ),
 ) -> None:
     """Does a low-rank task metric exist here, which tokens carry it, and how sure are we?"""
-    errors = console(stderr=True)
-    with ProgressDisplay(errors) as progress, reported(progress, out):
+    with Drawing() as drawing, ProgressDisplay(console(stderr=True)) as progress, reported(progress, out):
         progress.stage("loading torch")
         prepare()
         from pullback.workflow import DiagnosisRequest, run_diagnosis
@@ -123,9 +123,10 @@ def diagnose(
             document = run_diagnosis(request, out, progress)
         except Exception:
             if progress.done:
-                draw_figures(out, progress)
+                drawing.draw(out)
             raise
-        figures = draw_figures(out, progress)
+        progress.stage("drawing figures")
+        figures = drawing.draw(out)
     screen = console()
     screen.print(diagnosis_summary(document, screen.width))
     written = ", ".join(["diagnosis.json", "importance.npz", *figures])
@@ -140,13 +141,14 @@ def demo(
     seed: Annotated[int, typer.Option(help="Of the drawn pictures and every random probe.")] = 0,
 ) -> None:
     """A small diagnosis from start to end, without any download: pictures, numbers, figures, a page."""
-    with ProgressDisplay(console(stderr=True)) as progress, reported(progress, out):
+    with Drawing() as drawing, ProgressDisplay(console(stderr=True)) as progress, reported(progress, out):
         progress.stage("loading torch")
         prepare()
         from pullback.demo import NOTE, run_demo
 
         documents = run_demo(out, progress, seed)
-        figures = [draw_figures(out / name, progress) for name in documents]
+        progress.stage("drawing figures")
+        figures = [drawing.draw(out / name) for name in documents]
         page = write_page(out, progress, list(documents), NOTE) if all(figures) else None
     screen = console()
     for document in documents.values():
@@ -221,18 +223,6 @@ def prepare() -> None:
     for name in ("huggingface_hub", "matplotlib"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"(torch|transformers|huggingface_hub|matplotlib)(\.|$)")
-
-
-def draw_figures(folder: Path, progress: ProgressDisplay) -> list[str]:
-    """Names of the figures drawn, none without matplotlib."""
-    progress.stage("drawing figures")
-    try:
-        from pullback.report.figures import draw_all
-    except ImportError as error:
-        if (error.name or "").split(".")[0] != "matplotlib":
-            raise
-        return []
-    return draw_all(folder)
 
 
 def write_page(out: Path, progress: ProgressDisplay, folders: list[str], note: str) -> Path:

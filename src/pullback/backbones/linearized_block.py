@@ -14,7 +14,7 @@ K is folded into the rows or columns of each attention product, laid out so that
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +23,8 @@ from torch import Tensor
 from pullback.backbones.block import Block, Mlp, Norm, Rope
 
 Part = TypeVar("Part", bound="Linearized")
+
+CACHE_BYTES = 4 << 20  # of attention scores at a time, on a CPU
 
 
 class Linearized:
@@ -119,11 +121,14 @@ class LinearizedAttention(Linearized):
         self.rope, self.rows, self.tokens, self.heads = rope, rows, x.shape[1], block.heads
         scaling = block.head_dim**-0.5
         q, k, v = block.attention_inputs(x, rope, rows)
-        self.q, self.k, self.v = (t.contiguous() for t in (q * scaling, k, v))
-        self.probabilities = torch.softmax(self.q @ self.k.mT, -1)  # [B, h, R, N]
-        self.attended = self.probabilities @ self.v  # [B, h, R, d]
-        merged = self.attended.transpose(1, 2).flatten(2)
+        probabilities = torch.softmax((q * scaling) @ k.mT, -1)
+        attended = probabilities @ v
+        merged = attended.transpose(1, 2).flatten(2)
         self.output = block.project(merged) if block.scale1 is None else block.project(merged) * block.scale1
+        # Samples and heads are one axis from here on, g = B*h.
+        self.q, self.k, self.v = (t.flatten(0, 1).contiguous() for t in (q * scaling, k, v))  # [g, R or N, d]
+        self.k_transposed = self.k.mT.contiguous()  # faster than a transposed view in products with many rows
+        self.probabilities, self.attended = probabilities.flatten(0, 1), attended.flatten(0, 1)  # [g, R, N], [g, R, d]
         self.query_weight = scaling * _after_norm(block.norm1, block.query.weight)
         self.key_value_weight = torch.cat(
             [_after_norm(block.norm1, block.key.weight), _after_norm(block.norm1, block.value.weight)]
@@ -132,36 +137,38 @@ class LinearizedAttention(Linearized):
 
     def jvp(self, dx: Tensor) -> Tensor:
         """[B, K, N, D] -> [B, K, R, D]."""
-        count = dx.shape[1]
+        batch, count = dx.shape[:2]
         dq = self._split(dx[:, :, : self.rows] @ self.query_weight.mT, 1)[0]
         dk, dv = self._split(dx @ self.key_value_weight.mT, 2)
         if self.rope is not None:
             dq, dk = self.rope.rotate_tangents(dq, self.rows), self.rope.rotate_tangents(dk, self.tokens)
-        dq = dq.permute(0, 3, 2, 1, 4).flatten(2, 3)  # [B, h, R*K, d]
-        dk = dk.permute(0, 3, 1, 2, 4).flatten(2, 3)  # [B, h, K*N, d]
-        dv = dv.permute(0, 3, 2, 1, 4).flatten(3, 4)  # [B, h, N, K*d]
-        scores = (dq @ self.k.mT).unflatten(2, (self.rows, count)).flatten(3)  # [B, h, R, K*N]
-        scores = _accumulate(scores, self.q, dk.mT).unflatten(3, (count, self.tokens))  # [B, h, R, K, N]
-        scores = scores.mul_(self.probabilities.unsqueeze(3))
+        dq = dq.permute(0, 3, 2, 1, 4).flatten(2, 3).flatten(0, 1)  # [g, R*K, d]
+        dk = dk.permute(0, 3, 1, 2, 4).flatten(2, 3).flatten(0, 1)  # [g, K*N, d]
+        dv = dv.permute(0, 3, 2, 1, 4).flatten(3, 4).flatten(0, 1)  # [g, N, K*d]
+        moved = _joined([self._moved(g, dq[g], dk[g], dv[g], count) for g in self._groups(count, dx)])
+        moved = moved.unflatten(0, (batch, self.heads)).permute(0, 3, 2, 1, 4)  # [B, K, R, h, d]
+        return moved.flatten(3) @ self.project_weight.mT
+
+    def _moved(self, g: slice, dq: Tensor, dk: Tensor, dv: Tensor, count: int) -> Tensor:
+        """dO for some heads: [g, R, K, d]."""
+        scores = (dq @ self.k_transposed[g]).view(-1, self.rows, count * self.tokens)  # [g, R, K*N]
+        torch.baddbmm(scores, self.q[g], dk.mT, out=scores)
+        scores = scores.view(-1, self.rows, count, self.tokens).mul_(self.probabilities[g].unsqueeze(2))
         mass = scores.sum(-1, keepdim=True)
-        moved = (scores.flatten(2, 3) @ self.v).unflatten(2, (self.rows, count))  # [B, h, R, K, d]
-        moved = moved.addcmul_(mass, self.attended.unsqueeze(3), value=-1).flatten(3)
-        moved = _accumulate(moved, self.probabilities, dv).unflatten(3, (count, -1))
-        return moved.permute(0, 3, 2, 1, 4).flatten(3) @ self.project_weight.mT
+        moved = (scores.flatten(1, 2) @ self.v[g]).view(-1, self.rows, count, dq.shape[-1])
+        moved = moved.addcmul_(mass, self.attended[g].unsqueeze(2), value=-1).flatten(2)
+        torch.baddbmm(moved, self.probabilities[g], dv, out=moved)
+        return moved.view(-1, self.rows, count, dq.shape[-1])
 
     def vjp(self, c: Tensor) -> Tensor:
         """[B, K, R, D] -> [B, K, N, D]."""
-        count = c.shape[1]
-        moved = self._split(c @ self.project_weight, 1)[0].permute(0, 3, 2, 1, 4).contiguous()  # [B, h, R, K, d]
-        value = self.probabilities.mT @ moved.flatten(3)  # [B, h, N, K*d]
-        drop = (moved * self.attended.unsqueeze(3)).sum(-1, keepdim=True)  # [B, h, R, K, 1]
-        scores = (moved.flatten(2, 3) @ self.v.mT).unflatten(2, (self.rows, count))  # [B, h, R, K, N]
-        scores = scores.sub_(drop).mul_(self.probabilities.unsqueeze(3))
-        query = (scores.flatten(2, 3) @ self.k).unflatten(2, (self.rows, count))  # [B, h, R, K, d]
-        key = (scores.flatten(3).mT @ self.q).unflatten(2, (count, self.tokens))  # [B, h, K, N, d]
+        batch, count = c.shape[:2]
+        moved = self._split(c @ self.project_weight, 1)[0].permute(0, 3, 2, 1, 4).flatten(0, 1)  # [g, R, K, d]
+        parts = [self._pulled(g, moved[g].contiguous()) for g in self._groups(count, c)]
+        query, key, value = (_joined(part).unflatten(0, (batch, self.heads)) for part in zip(*parts, strict=True))
         query = query.permute(0, 3, 2, 1, 4)  # [B, K, R, h, d]
         key = key.permute(0, 2, 3, 1, 4)  # [B, K, N, h, d]
-        value = value.unflatten(3, (count, -1)).permute(0, 3, 2, 1, 4)  # [B, K, N, h, d]
+        value = value.permute(0, 3, 2, 1, 4)  # [B, K, N, h, d]
         if self.rope is not None:
             query = self.rope.rotate_cotangents(query, self.rows)
             key = self.rope.rotate_cotangents(key, self.tokens)
@@ -169,16 +176,34 @@ class LinearizedAttention(Linearized):
         out[:, :, : self.rows] += query.flatten(3) @ self.query_weight
         return out
 
+    def _pulled(self, g: slice, moved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Cotangents [g, R, K, d] of some heads' outputs -> those of queries [g, R, K, d], keys [g, K, N, d] and
+        values [g, N, K, d]."""
+        count, dim = moved.shape[2:]
+        probabilities = self.probabilities[g]
+        value = (probabilities.mT @ moved.flatten(2)).view(-1, self.tokens, count, dim)
+        drop = (moved * self.attended[g].unsqueeze(2)).sum(-1, keepdim=True)  # [g, R, K, 1]
+        scores = (moved.flatten(1, 2) @ self.v[g].mT).view(-1, self.rows, count, self.tokens)
+        scores = scores.sub_(drop).mul_(probabilities.unsqueeze(2))
+        query = (scores.flatten(1, 2) @ self.k[g]).view(moved.shape)
+        key = (scores.flatten(2).mT @ self.q[g]).view(-1, count, self.tokens, dim)
+        return query, key, value
+
+    def _groups(self, count: int, like: Tensor) -> list[slice]:
+        """Heads that are processed together: on a CPU few enough that their scores stay in the cache."""
+        heads = len(self.q)
+        together = heads
+        if like.device.type == "cpu":
+            together = max(1, CACHE_BYTES // (self.rows * count * self.tokens * like.element_size()))
+        return [slice(start, start + together) for start in range(0, heads, together)]
+
     def _split(self, x: Tensor, parts: int) -> tuple[Tensor, ...]:
         """[B, K, n, parts*h*d] -> parts times [B, K, n, h, d]."""
         return x.unflatten(-1, (parts, self.heads, -1)).unbind(3)
 
 
-def _accumulate(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """total + a @ b for [B, h, ., .] stacks, written into total."""
-    flat = total.flatten(0, 1)
-    torch.baddbmm(flat, a.flatten(0, 1), b.flatten(0, 1), out=flat)
-    return flat.view(total.shape)
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 class LinearizedBlock(Linearized):

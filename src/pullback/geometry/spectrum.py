@@ -58,6 +58,7 @@ def spectrum(
     with_effective_rank: bool = False,
     power_iters: int = 2,
     sketch_width: int | None = None,
+    rayleigh_ritz: bool = False,
     num_probes: int | None = None,
     precision: str = "float32",
     batch_size: int | None = None,
@@ -66,7 +67,7 @@ def spectrum(
     """The leading ``rank`` modes of J at these images [B, 3, H, W].
 
     ``method``: "auto" (the cheaper of exact and krylov), "exact", "krylov", or "paper" (Algorithm 2 literally, with
-    ``power_iters`` and ``sketch_width``). ``rtol`` asks for smaller error bars.
+    ``power_iters`` and ``sketch_width``; with ``rayleigh_ritz`` its better twin). ``rtol`` asks for smaller error bars.
     """
     if len(images) == 0:
         raise ImageError("images: expected at least one image, got an empty batch.")
@@ -84,6 +85,7 @@ def spectrum(
         with_effective_rank=with_effective_rank,
         power_iters=power_iters,
         sketch_width=sketch_width,
+        rayleigh_ritz=rayleigh_ritz,
         num_probes=num_probes,
     ):
         done.append(part.sketch)

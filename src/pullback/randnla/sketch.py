@@ -53,6 +53,7 @@ def sketch(
     with_effective_rank: bool = True,
     power_iters: int = 2,
     sketch_width: int | None = None,
+    rayleigh_ritz: bool = False,
     num_probes: int | None = None,
     rtol: float | None = None,
     lanczos_steps: int = 30,
@@ -64,7 +65,8 @@ def sketch(
     """Leading ``rank`` modes, kappa_cap(1..rank) = sum_{i<=j} sigma_i^2 / |J|_F^2, and the effective rank.
 
     "krylov": block Krylov + Hutchinson and SLQ deflated by its basis; ``rtol`` bounds the relative se of kappa and of
-    the effective rank. "paper": Algorithms 1 and 2, plain Hutchinson and SLQ. "exact": min(m, n) products, no sampling.
+    the effective rank. "paper": Algorithms 1 and 2, plain Hutchinson and SLQ, with ``rayleigh_ritz`` rotated into
+    singular vectors, which the leading QR columns are not. "exact": min(m, n) products, no sampling.
     "auto": exact where that takes fewer products and J fits into ``max_dense_bytes``, otherwise krylov.
     ``num_probes``: trace probes, by default 32 (krylov) or the paper's 100. With ``rtol`` the most difficult sample of
     the batch decides how many are drawn; without it, a sample's numbers do not depend on its batch.
@@ -80,7 +82,9 @@ def sketch(
         svd = exact_svd(op, rank)
         total = Estimate.exact(cast(Tensor, svd.spectrum).double().square().sum(-1))
     elif method == "paper":
-        svd = power_iteration(op, rank, power_iters=power_iters, sketch_width=sketch_width, streams=streams)
+        svd = power_iteration(
+            op, rank, power_iters=power_iters, sketch_width=sketch_width, rayleigh_ritz=rayleigh_ritz, streams=streams
+        )
         total = hutchinson(op, num_probes=num_probes or 100, streams=streams)
     else:
         svd, total = _krylov(op, rank, num_probes or 32, rtol, max_depth, _MARGIN * with_effective_rank, streams)

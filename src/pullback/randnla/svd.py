@@ -127,9 +127,9 @@ def exact_svd(op: LinearOperator, rank: int, *, chunk: int = 8192) -> Svd:
     right = leading
     if wide:  # v = J^T u / sigma, with zeros where sigma vanishes
         right = thin @ leading
-        norms = torch.linalg.vector_norm(right, dim=1, keepdim=True)
+        norms = torch.linalg.vector_norm(right, dim=1, keepdim=True, dtype=torch.float64)  # float32 loses 3e-4 here
         kept = norms > torch.finfo(op.dtype).eps * norms[..., :1]
-        right = right * (kept / torch.where(kept, norms, 1.0))
+        right = right * (kept / torch.where(kept, norms, 1.0)).to(op.dtype)
     spectrum = spectrum.to(op.dtype)
     exactly = torch.zeros_like(spectrum[:, :rank])
     return Svd(spectrum[:, :rank], right, exactly, op.products - spent, 1, spectrum=spectrum)

@@ -1,0 +1,60 @@
+"""Figures drawn by a process of their own, which imports matplotlib while the main one still imports torch.
+
+The two meet only through the files of a diagnosis. Run as a module it reads folders from standard input, one a line,
+and answers each with a line of JSON: the names of the figures drawn, or what went wrong.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import TracebackType
+
+
+class Drawing:
+    """``draw`` gives the names of the figures in a folder, none without matplotlib, which is an extra."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+        if importlib.util.find_spec("matplotlib") is not None:
+            command = [sys.executable, "-m", "pullback.report.drawing"]
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def __enter__(self) -> Drawing:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+
+    def draw(self, folder: Path) -> list[str]:
+        if self._process is None:
+            return []
+        assert self._process.stdin is not None and self._process.stdout is not None
+        print(folder.resolve(), file=self._process.stdin, flush=True)
+        reply = self._process.stdout.readline()
+        answer = json.loads(reply) if reply else {"error": "the drawing process ended early"}
+        if isinstance(answer, dict):
+            raise RuntimeError(f"the figures of {folder} could not be drawn: {answer['error']}")
+        return answer
+
+
+def main() -> None:
+    from pullback.report.figures import draw_all
+
+    for line in sys.stdin:
+        try:
+            answer: object = draw_all(Path(line.rstrip("\n")))
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()
