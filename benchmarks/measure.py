@@ -19,14 +19,15 @@ RESULTS = Path(__file__).parent / "results"
 
 def milliseconds(functions: dict[str, Callable[[], Any]], device: torch.device, rounds: int = 7) -> dict[str, float]:
     """The median time of one call of each function. The functions take turns, so that a machine whose speed drifts
-    slows all of them alike; on a GPU by events, five calls a turn."""
-    calls = 5 if device.type == "cuda" else 1
+    slows all of them alike; on a GPU by events, five calls a turn of what is quick."""
+    calls: dict[str, int] = {}
+    for name, function in functions.items():  # the first turn warms up
+        function()
+        calls[name] = 5 if device.type == "cuda" and _elapsed(function, device, 1) < 100 else 1
     times: dict[str, list[float]] = {name: [] for name in functions}
-    for turn in range(rounds + 1):
+    for _ in range(rounds):
         for name, function in functions.items():
-            elapsed = _elapsed(function, device, calls)
-            if turn:  # the first turn warms up
-                times[name].append(elapsed / calls)
+            times[name].append(_elapsed(function, device, calls[name]) / calls[name])
     return {name: statistics.median(values) for name, values in times.items()}
 
 

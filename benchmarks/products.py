@@ -95,7 +95,7 @@ def measure_case(probe: ProbeMap, count: int, images: int, precision: str, with_
             with differentiable_attention():
                 for name, function in rivals(probe, features, stack, rows.mT.contiguous()).items():
                     functions[name] = with_math_attention(function)
-        times = milliseconds(functions, device, rounds=7 if device.type == "cuda" else 5)
+        times = milliseconds(functions, device, rounds=5)
     return case | {f"{name} ms": value / (count * images) for name, value in times.items()}
 
 
