@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pullback.randnla.student import student_quantile
+
 
 @dataclass(frozen=True)
 class Summary:
@@ -21,9 +23,7 @@ class Summary:
     @property
     def interval(self) -> tuple[float, float]:
         """95 % for the mean over such samples."""
-        from scipy.special import stdtrit  # slow to import, seldom needed
-
-        half = self.se * (2.0 if self.count == 1 else float(stdtrit(self.count - 1, 0.975)))
+        half = self.se * (2.0 if self.count == 1 else student_quantile(0.975, self.count - 1))
         return self.mean - half, self.mean + half
 
     def __str__(self) -> str:

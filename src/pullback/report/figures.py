@@ -222,5 +222,5 @@ def _style(theme: Theme) -> Iterator[None]:
 def _png(figure: Figure, dpi: int) -> bytes:
     FigureCanvasAgg(figure)
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=dpi)
+    figure.savefig(buffer, format="png", dpi=dpi, pil_kwargs={"compress_level": 4})  # half the time, 5 % larger
     return buffer.getvalue()

@@ -1,0 +1,272 @@
+"""The recipe of `tiny-scenes`: depth and scene class from freshly drawn scenes, never the same one twice.
+
+    python -m pullback.training.tiny_scenes --steps 20000 --batch 256 --device cuda --out runs/tiny-scenes
+
+Step s sees the scenes of seeds s*batch ... (s+1)*batch - 1; held-out seeds start at `HELD_OUT`. Everything follows from
+``--seed`` and the step number, so a run that was stopped goes on exactly where its last checkpoint was written: call
+the same command again. `log.jsonl` holds a line every ``--log-every`` steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pullback.data.scenes import CLASSES, TRAINING, SceneBatch, SceneRange, normalised, render
+from pullback.errors import PullbackError
+from pullback.evaluation import depth_errors, neighbour_accuracy
+from pullback.models.tiny_scenes import TinyScenes, TinyScenesConfig
+
+HELD_OUT = 1 << 40  # first seed that is never trained on
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What decides the weights. Stored in every checkpoint; another recipe does not continue it."""
+
+    steps: int = 20_000
+    batch: int = 256
+    size: int = 224
+    seed: int = 0
+    learning_rate: float = 1e-3
+    warmup: int = 500
+    weight_decay: float = 0.05
+    clip: float = 1.0
+    ema: float = 0.999
+    gradient_weight: float = 0.5  # of the loss on depth edges
+    class_weight: float = 0.2
+    width: int = 192
+    layers: int = 12
+    heads: int = 3
+    hooks: tuple[int, ...] = (2, 5, 8, 11)
+    channels: int = 64
+
+    def model(self) -> TinyScenesConfig:
+        return TinyScenesConfig(
+            width=self.width,
+            layers=self.layers,
+            heads=self.heads,
+            hooks=self.hooks,
+            channels=self.channels,
+            image_size=self.size,
+            classes=len(CLASSES),
+        )
+
+    def rate(self, step: int) -> float:
+        """Linear warm-up, then half a cosine to zero."""
+        if step < self.warmup:
+            return self.learning_rate * (step + 1) / self.warmup
+        progress = (step - self.warmup) / max(1, self.steps - self.warmup)
+        return self.learning_rate * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def build(recipe: Recipe) -> TinyScenes:
+    """The network with its initial weights, the same for the same seed on every device."""
+    model = TinyScenes(recipe.model())
+    generator = torch.Generator().manual_seed(recipe.seed)
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, nn.Linear):
+                module.weight.normal_(0, 0.02, generator=generator)
+                if module.bias is not None:
+                    module.bias.zero_()
+            elif isinstance(module, (nn.Conv2d, nn.ConvTranspose2d)):
+                fan_in = module.weight[0].numel()
+                module.weight.normal_(0, fan_in**-0.5, generator=generator)
+                if module.bias is not None:
+                    module.bias.zero_()
+        if model.head.second.bias is not None:
+            model.head.second.bias.fill_(1.5)  # log depth of about 4.5 m, the middle of a scene
+        embeddings = model.backbone.embeddings
+        for token in (embeddings.cls_token, embeddings.position_embeddings):
+            token.normal_(0, 0.02, generator=generator)
+    return model
+
+
+def losses(model: TinyScenes, scenes: SceneBatch, recipe: Recipe) -> dict[str, Tensor]:
+    """Log-depth error, its edges, and the class, on the first view."""
+    output = model(normalised(scenes.rgb[:, 0]))
+    valid = ~scenes.sky[:, 0]
+    error = (output.predicted_depth.log() - scenes.depth[:, 0].clamp_min(1e-3).log()) * valid
+    depth = error.abs().sum() / valid.sum()
+    edges = _differences(error, valid)
+    classes = F.cross_entropy(output.logits, scenes.label, label_smoothing=0.05)
+    total = depth + recipe.gradient_weight * edges + recipe.class_weight * classes
+    return {"loss": total, "depth": depth, "edges": edges, "class": classes}
+
+
+def _differences(error: Tensor, valid: Tensor) -> Tensor:
+    """Mean |difference of neighbouring errors|, along rows and columns, at distances 1, 4 and 16."""
+    total = error.new_zeros(())
+    for step in (1, 4, 16):
+        for axis in (1, 2):
+            length = error.shape[axis] - step
+            both = valid.narrow(axis, 0, length) & valid.narrow(axis, step, length)
+            change = (error.narrow(axis, step, length) - error.narrow(axis, 0, length)).abs() * both
+            total = total + change.sum() / both.sum().clamp_min(1)
+    return total / 6
+
+
+class Run:
+    """Model, optimiser and running average of the weights at some step, in a folder."""
+
+    def __init__(self, recipe: Recipe, out: Path, device: torch.device) -> None:
+        self.recipe, self.out, self.device, self.step = recipe, out, device, 0
+        self.model = build(recipe).to(device)
+        self.average = build(recipe).to(device).requires_grad_(False)
+        decayed = [p for p in self.model.parameters() if p.ndim > 1]
+        plain = [p for p in self.model.parameters() if p.ndim <= 1]
+        groups = [{"params": decayed, "weight_decay": recipe.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(0.9, 0.99))
+        out.mkdir(parents=True, exist_ok=True)
+        if self.checkpoint.exists():
+            self._resume()
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.out / "checkpoint.pt"
+
+    def save(self) -> None:
+        """Written under another name first: a run that is killed leaves the last whole checkpoint."""
+        state = {
+            "step": self.step,
+            "recipe": asdict(self.recipe),
+            "model": self.model.state_dict(),
+            "average": self.average.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+        }
+        unfinished = self.checkpoint.with_suffix(".tmp")
+        torch.save(state, unfinished)
+        os.replace(unfinished, self.checkpoint)
+
+    def _resume(self) -> None:
+        state = torch.load(self.checkpoint, map_location=self.device, weights_only=True)
+        stored = {name: tuple(v) if isinstance(v, list) else v for name, v in state["recipe"].items()}
+        if stored != asdict(self.recipe):
+            changed = [name for name, value in asdict(self.recipe).items() if stored.get(name) != value]
+            raise PullbackError(
+                f"out: {self.checkpoint} was made by another recipe ({', '.join(changed)} differ). Choose another "
+                "folder, or the recipe it was made with."
+            )
+        self.model.load_state_dict(state["model"])
+        self.average.load_state_dict(state["average"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.step = state["step"]
+
+    def advance(self) -> dict[str, float]:
+        """One step on new scenes."""
+        recipe = self.recipe
+        first = recipe.seed * HELD_OUT // 1024 + self.step * recipe.batch
+        scenes = render(range(first, first + recipe.batch), size=recipe.size, device=self.device)
+        for group in self.optimizer.param_groups:
+            group["lr"] = recipe.rate(self.step)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+            parts = losses(self.model, scenes, recipe)
+        self.optimizer.zero_grad(set_to_none=True)
+        parts["loss"].backward()
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), recipe.clip)
+        self.optimizer.step()
+        decay = min(recipe.ema, (1 + self.step) / (10 + self.step))
+        with torch.no_grad():
+            for mean, value in zip(self.average.parameters(), self.model.parameters(), strict=True):
+                mean.lerp_(value, 1 - decay)
+        self.step += 1
+        return {name: part.item() for name, part in parts.items()} | {"gradient_norm": norm.item()}
+
+
+@torch.no_grad()
+def evaluate(
+    model: TinyScenes,
+    *,
+    count: int,
+    ranges: SceneRange = TRAINING,
+    bank: int = 2000,
+    batch: int = 64,
+    size: int = 224,
+    device: torch.device,
+) -> dict[str, float]:
+    """Depth and class scores on ``count`` held-out scenes; the k-NN bank is ``bank`` scenes of the training ranges."""
+    model.eval()
+    rows: dict[str, list[Tensor]] = {"abs_rel": [], "delta1": [], "raw_abs_rel": []}
+
+    def embed(first: int, number: int, drawn_from: SceneRange, score: bool) -> tuple[Tensor, Tensor]:
+        embeddings, labels = [], []
+        for start in range(first, first + number, batch):
+            seeds = range(start, min(start + batch, first + number))
+            scenes = render(seeds, size=size, ranges=drawn_from, device=device)
+            output = model(normalised(scenes.rgb[:, 0]))
+            embeddings.append(output.embedding)
+            labels.append(scenes.label)
+            if score:
+                truth, valid = scenes.depth[:, 0], ~scenes.sky[:, 0]
+                scaled = depth_errors(output.predicted_depth, truth, valid, median_scaling=True)
+                raw = depth_errors(output.predicted_depth, truth, valid, median_scaling=False)
+                for name, value in (
+                    ("abs_rel", scaled.abs_rel),
+                    ("delta1", scaled.delta1),
+                    ("raw_abs_rel", raw.abs_rel),
+                ):
+                    rows[name].append(value)
+        return torch.cat(embeddings), torch.cat(labels)
+
+    bank_embeddings, bank_labels = embed(HELD_OUT, bank, TRAINING, score=False)
+    queries, labels = embed(2 * HELD_OUT, count, ranges, score=True)
+    scores = {name: torch.cat(values).nanmean().item() for name, values in rows.items()}
+    return scores | {"knn_top1": neighbour_accuracy(bank_embeddings, bank_labels, queries, labels)}
+
+
+def train(recipe: Recipe, out: Path, device: torch.device, *, log_every: int, save_every: int, seconds: float) -> Run:
+    """Advance to the last step, or for about so many seconds; log and checkpoint on the way."""
+    run = Run(recipe, out, device)
+    begun = time.perf_counter()
+    while run.step < recipe.steps and time.perf_counter() - begun < seconds:
+        numbers = run.advance()
+        if run.step % log_every == 0 or run.step == recipe.steps:
+            line: dict[str, Any] = {"step": run.step, **numbers, "seconds": round(time.perf_counter() - begun, 1)}
+            with (out / "log.jsonl").open("a", encoding="utf-8") as log:
+                log.write(json.dumps(line) + "\n")
+            print(line, flush=True)
+        if run.step % save_every == 0:
+            run.save()
+    run.save()
+    return run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=Recipe.steps)
+    parser.add_argument("--batch", type=int, default=Recipe.batch)
+    parser.add_argument("--seed", type=int, default=Recipe.seed)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--log-every", type=int, default=100)
+    parser.add_argument("--save-every", type=int, default=1000)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="stop after about so long; call again to go on")
+    parser.add_argument("--evaluate", type=int, default=1000, help="held-out scenes at the end")
+    options = parser.parse_args()
+    recipe = Recipe(steps=options.steps, batch=options.batch, seed=options.seed)
+    device = torch.device(options.device)
+    run = train(
+        recipe,
+        options.out,
+        device,
+        log_every=options.log_every,
+        save_every=options.save_every,
+        seconds=options.seconds,
+    )
+    if options.evaluate:
+        print(evaluate(run.average, count=options.evaluate, device=device))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""The recipe of tiny-scenes at toy size: it learns, resumes exactly, and depends on its seed alone."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from pullback.errors import PullbackError
+from pullback.training.tiny_scenes import Recipe, Run, evaluate, train
+
+TOY = Recipe(steps=4, batch=4, size=28, width=24, layers=4, heads=2, hooks=(0, 1, 2, 3), channels=8, warmup=2)
+CPU = torch.device("cpu")
+
+
+def run(recipe: Recipe, out, **limits) -> Run:
+    return train(recipe, out, CPU, log_every=1, save_every=1, seconds=limits.get("seconds", 1e9))
+
+
+def weights(run: Run) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in [*run.model.parameters(), *run.average.parameters()]])
+
+
+def test_a_run_that_was_stopped_goes_on_exactly_where_it_was(tmp_path):
+    whole = run(TOY, tmp_path / "whole")
+    first = Run(TOY, tmp_path / "parts", CPU)
+    for _ in range(2):
+        first.advance()
+    first.save()
+    resumed = run(TOY, tmp_path / "parts")
+    assert resumed.step == whole.step == 4
+    assert torch.equal(weights(resumed), weights(whole))
+
+
+def test_the_same_seed_gives_the_same_weights_and_another_seed_others(tmp_path):
+    again = [weights(run(TOY, tmp_path / name)) for name in ("a", "b")]
+    other = weights(run(replace(TOY, seed=1), tmp_path / "c"))
+    assert torch.equal(*again)
+    assert not torch.equal(again[0], other)
+
+
+def test_a_checkpoint_of_another_recipe_is_refused(tmp_path):
+    run(TOY, tmp_path)
+    with pytest.raises(PullbackError, match=r"another recipe \(learning_rate differ"):
+        Run(replace(TOY, learning_rate=1.0), tmp_path, CPU)
+
+
+def test_the_loss_falls_on_new_scenes(tmp_path):
+    longer = replace(TOY, steps=60, batch=8, learning_rate=3e-3)
+    logged = Run(longer, tmp_path, CPU)
+    curve = [logged.advance()["depth"] for _ in range(60)]
+    assert sum(curve[-10:]) < 0.8 * sum(curve[:10])
+
+
+def test_evaluation_gives_finite_scores_in_range(tmp_path):
+    scores = evaluate(Run(TOY, tmp_path, CPU).average, count=6, bank=24, batch=8, size=28, device=CPU)
+    assert set(scores) == {"abs_rel", "delta1", "raw_abs_rel", "knn_top1"}
+    assert 0 <= scores["delta1"] <= 1
+    assert 0 <= scores["knn_top1"] <= 1
+    assert scores["abs_rel"] > 0
