@@ -10,11 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 import transformers as tf
 from torch import Tensor, nn
+
+from pullback.backbones.checkpoint import write_tiny_scenes
+from pullback.models.tiny_scenes import TinyScenes, TinyScenesConfig
 
 Reference = Callable[[nn.Module, Tensor], Tensor]
 
@@ -34,6 +38,14 @@ class SmallModel:
     references: dict[str, Reference]
     patch_size: int
     depth: int = 3
+
+
+def save(model: nn.Module, folder: Path) -> None:
+    """The model as a folder that `load_backbone` takes."""
+    if isinstance(model, TinyScenes):
+        write_tiny_scenes(model, folder)
+    else:
+        model.save_pretrained(folder)
 
 
 @lru_cache
@@ -137,6 +149,13 @@ def _depth_anything(out_indices: list[int], kind: str = "relative", apply_layern
     return tf.DepthAnythingForDepthEstimation(config)
 
 
+def _tiny_scenes() -> nn.Module:
+    config = TinyScenesConfig(
+        width=WIDTH, layers=5, heads=HEADS, patch_size=14, image_size=42, hooks=(0, 1, 3, 4), channels=8, classes=5
+    )
+    return TinyScenes(config)
+
+
 def _tokens(model: nn.Module, images: Tensor) -> Tensor:
     return model(images).last_hidden_state
 
@@ -197,6 +216,13 @@ DEPTH = {
     "mean": _patch_mean(_hook, 1),
 }
 
+TINY_SCENES = {
+    "depth": _depth,
+    DOWNSAMPLED: DEPTH[DOWNSAMPLED],
+    "cls": lambda model, images: model(images).embedding,
+    "mean": lambda model, images: _patch_mean(_tokens, 1)(model.backbone, images),
+}
+
 V1_STYLE, V2_STYLE = [2, 3, 4, 5], [1, 2, 4, 5]  # the last four layers; spread over the depth
 
 SMALL_MODELS: dict[str, SmallModel] = {
@@ -216,4 +242,5 @@ SMALL_MODELS: dict[str, SmallModel] = {
     "depth-raw-hooks": SmallModel(
         "depth-anything", partial(_depth_anything, V2_STYLE, apply_layernorm=False), DEPTH, 14, 5
     ),
+    "tiny-scenes": SmallModel("tiny-scenes", _tiny_scenes, TINY_SCENES, 14, 5),
 }

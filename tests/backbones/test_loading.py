@@ -8,7 +8,7 @@ import transformers as tf
 from safetensors.torch import load_file, save_file
 
 import pullback as pb
-from families import GRIDS, SMALL_MODELS, images_for, model_of, randomized
+from families import GRIDS, SMALL_MODELS, images_for, model_of, randomized, save
 from pullback.backbones import load_backbone, resolve_device
 from pullback.backbones.embedded import EMBEDDED
 from pullback.errors import DecoderError, ModelError
@@ -29,7 +29,7 @@ def last_layer(backbone, images):
 
 @pytest.mark.parametrize("name", SMALL_MODELS)
 def test_a_saved_model_loads_as_the_same_backbone(name, tmp_path):
-    model_of(name).save_pretrained(tmp_path)
+    save(model_of(name), tmp_path)
     loaded, original = load_backbone(tmp_path, **ON_CPU), load_backbone(model_of(name))
     assert (loaded.family, loaded.depth, loaded.hook_layers) == (original.family, original.depth, original.hook_layers)
     for grid in GRIDS:

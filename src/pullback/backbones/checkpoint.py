@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from pullback.backbones.backbone import Preprocessing
 from pullback.errors import ModelError
 from pullback.models.dinov2 import Dinov2, Dinov2Config
+from pullback.models.tiny_scenes import TinyScenes, TinyScenesConfig
 
 
 def locate(name: str) -> str:
@@ -82,13 +83,32 @@ def published_preprocessing(name: str, default: Preprocessing) -> Preprocessing:
 def read_dinov2(name: str, config: dict[str, Any]) -> nn.Module:
     """DINOv2, with or without registers, straight from its safetensors (see `models/dinov2.py` for why)."""
     state = {key.removeprefix("dinov2.").removeprefix("dinov2_with_registers."): t for key, t in _tensors(name).items()}
-    model = Dinov2(Dinov2Config.from_dict(config))
+    return _filled(Dinov2(Dinov2Config.from_dict(config)), state, name, config["model_type"])
+
+
+def read_tiny_scenes(name: str, config: dict[str, Any]) -> nn.Module:
+    """A model that `training/tiny_scenes.py` made."""
+    return _filled(TinyScenes(TinyScenesConfig.from_dict(config)), _tensors(name), name, config["model_type"])
+
+
+def write_tiny_scenes(model: TinyScenes, folder: Path) -> None:
+    """config.json and model.safetensors, in the dtype of the weights."""
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(asdict(model.config), indent=1) + "\n", encoding="utf-8")
+    tensors = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _filled(model: nn.Module, state: dict[str, Tensor], name: str, kind: str) -> nn.Module:
+    """The network with these weights; all that it needs must be there, in its shape. Others are ignored."""
     expected = model.state_dict()
     wrong = [key for key in expected if key not in state or state[key].shape != expected[key].shape]
     wrong = [key for key in wrong if not key.endswith("mask_token")]
     if wrong:
         raise ModelError(
-            f"model: {name!r} lacks {len(wrong)} weights that {config['model_type']} needs, or has them in another "
+            f"model: {name!r} lacks {len(wrong)} weights that {kind} needs, or has them in another "
             f"shape, such as {sorted(wrong)[0]}. Is it a complete checkpoint of this family?"
         )
     model.load_state_dict({key: state[key] for key in expected if key in state}, strict=False, assign=True)

@@ -197,6 +197,11 @@ def vit(model: Any, name: str, family: str = "vit", prefix: int = 1) -> Backbone
     )
 
 
+def tiny_scenes(model: Any, name: str) -> Backbone:
+    """Our own ViT with a DPT head, after DINOv2's pattern."""
+    return dinov2(model.backbone, name, "tiny-scenes", owner=model, hook_layers=model.config.hooks)
+
+
 def depth_anything(model: Any, name: str) -> Backbone:
     """DINOv2 with a DPT head. Hook i of transformers' backbone is the output of block i-1 (0 is the embedding)."""
     config = model.backbone.config

@@ -9,7 +9,14 @@ import torch
 from torch import nn
 
 from pullback.backbones.backbone import Backbone
-from pullback.backbones.checkpoint import first_line, locate, published_preprocessing, read_config, read_dinov2
+from pullback.backbones.checkpoint import (
+    first_line,
+    locate,
+    published_preprocessing,
+    read_config,
+    read_dinov2,
+    read_tiny_scenes,
+)
 from pullback.backbones.embedded import EMBEDDED, build_embedded
 from pullback.backbones.registry import FAMILIES, Family, family_of
 from pullback.errors import ModelError
@@ -75,6 +82,8 @@ def check_evaluation_mode(module: nn.Module, argument: str) -> None:
 def _load(name: str) -> nn.Module:
     config = read_config(name, ", ".join(EMBEDDED))
     family = family_of(config["model_type"])
+    if family.name == "tiny-scenes":
+        return read_tiny_scenes(name, config)
     if family.loader is None and config.get("hidden_act", "gelu") == "gelu":
         return read_dinov2(name, config)
     return _load_with_transformers(name, family)

@@ -102,6 +102,14 @@ FAMILIES: tuple[Family, ...] = (
         "depth-anything/Depth-Anything-V2-Base-hf",
         ("mask_token",),
     ),
+    Family(
+        "tiny-scenes",
+        ("tiny_scenes",),
+        None,
+        families.tiny_scenes,
+        ("depth", "depth-GxG", "cls", "mean"),
+        "a folder made by pullback.training.tiny_scenes",
+    ),
 )
 
 

@@ -6,7 +6,8 @@ final norm. The class token separates the scene classes; `classifier` is the lin
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -24,7 +25,14 @@ class TinyScenesConfig:
     image_size: int = 224
     hooks: tuple[int, ...] = (2, 5, 8, 11)
     channels: int = 64
-    classes: int = 12
+    classes: int = 24
+
+    @classmethod
+    def from_dict(cls, stored: dict[str, Any]) -> TinyScenesConfig:
+        known = {field.name for field in fields(cls)}
+        values: dict[str, Any] = {name: value for name, value in stored.items() if name in known}
+        values["hooks"] = tuple(values.get("hooks", cls.hooks))
+        return cls(**values)
 
     def backbone(self) -> Dinov2Config:
         return Dinov2Config(

@@ -4,7 +4,8 @@
 
 Step s sees the scenes of seeds s*batch ... (s+1)*batch - 1; held-out seeds start at `HELD_OUT`. Everything follows from
 ``--seed`` and the step number, so a run that was stopped goes on exactly where its last checkpoint was written: call
-the same command again. `log.jsonl` holds a line every ``--log-every`` steps.
+the same command again. `log.jsonl` holds a line every ``--log-every`` steps; the averaged weights end up in `model/`, a
+folder that `load_probe` takes.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pullback.backbones.checkpoint import write_tiny_scenes
 from pullback.data.scenes import CLASSES, TRAINING, SceneBatch, SceneRange, normalised, render
 from pullback.errors import PullbackError
 from pullback.evaluation import depth_errors, neighbour_accuracy
@@ -264,6 +266,7 @@ def main() -> None:
         save_every=options.save_every,
         seconds=options.seconds,
     )
+    write_tiny_scenes(run.average.eval(), options.out / "model")
     if options.evaluate:
         print(evaluate(run.average, count=options.evaluate, device=device))
 
