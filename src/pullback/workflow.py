@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from pullback.backbones import Backbone, load_backbone
-from pullback.data.images import ImageBatch, read_images
+from pullback.data.images import ImageBatch
 from pullback.decoders import build_decoder, task_distance
 from pullback.errors import PullbackError
 from pullback.geometry import diagnose, layer_multiplicity
@@ -78,8 +78,7 @@ def run_diagnosis(request: DiagnosisRequest, out: Path, watch: Watcher) -> dict[
     size = _checked_size(request.size, backbone)
     _make_folder(out)
     watch.stage(f"reading images from {request.images}")
-    wanted = backbone.preprocessing
-    batch = read_images(request.images, size, mean=wanted.mean, std=wanted.std, limit=request.limit)
+    batch = probes[0].read_images(request.images, size, request.limit)
     document = {**_settings(request, backbone, batch), "complete": False, "failure": None, "layers": []}
     arrays = _thumbnails(batch, backbone)
     names = [files.layer_name(probe.layer) for probe in probes]
@@ -103,7 +102,7 @@ def run_diagnosis(request: DiagnosisRequest, out: Path, watch: Watcher) -> dict[
 def build_probes(request: DiagnosisRequest, backbone: Backbone) -> list[ProbeMap | MultiLayerProbe]:
     """One probe per distinct layer, all on the same backbone and decoder."""
     decoder, distance = build_decoder(request.decoder, backbone), task_distance(request.distance)
-    layers = dict.fromkeys(request.layers or (backbone.depth - 2,))
+    layers = dict.fromkeys(request.layers or (backbone.default_layer,))
     probes: list[ProbeMap | MultiLayerProbe] = []
     for layer in layers:
         if isinstance(layer, str):

@@ -49,6 +49,11 @@ class Backbone:
         return len(self.blocks)
 
     @property
+    def default_layer(self) -> int:
+        """The last but one block: the last whose features still pass through attention."""
+        return max(0, self.depth - 2)
+
+    @property
     def dim(self) -> int:
         return self.norm.weight.shape[0]
 

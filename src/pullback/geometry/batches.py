@@ -76,7 +76,7 @@ def sketch_in_batches(
         limit = dense_share * len(part)
         result = None
         try:
-            result = _sketch(probe, part, rank, precision, max_dense_bytes=limit, streams=streams, **knobs)
+            result = _sketch(probe, part, first, rank, precision, max_dense_bytes=limit, streams=streams, **knobs)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error) or len(part) == 1:
                 raise
@@ -89,15 +89,17 @@ def sketch_in_batches(
         first += len(part)
 
 
-def _sketch(probe: Probe, part: Tensor, rank: int, precision: str, *, streams: Streams, **knobs: Any) -> Sketch:
+def _sketch(
+    probe: Probe, part: Tensor, first: int, rank: int, precision: str, *, streams: Streams, **knobs: Any
+) -> Sketch:
     """A function of its own, so that the operator is gone before the next batch is linearised."""
     operator = JacobianOperator(probe, part, precision=precision)
     try:
         result = sketch(operator, rank, streams=streams, **knobs)
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # what eigh says to NaN
-        check_sensitive((operator @ streams.gaussian(operator.cols, 1, operator.dtype)).square().sum((1, 2)))
+        check_sensitive((operator @ streams.gaussian(operator.cols, 1, operator.dtype)).square().sum((1, 2)), first)
         raise
-    check_sensitive(result.total.value)
+    check_sensitive(result.total.value, first)
     return result
 
 

@@ -109,11 +109,14 @@ def _capture_after(capture: bool | None, device: torch.device, linearization: Li
     return 0 if capture else 2
 
 
-def check_sensitive(squared_norm: Tensor) -> None:
-    """A zero Jacobian means that the decoder is cut off from the features, never that the task is insensitive."""
+def check_sensitive(squared_norm: Tensor, first: int = 0) -> None:
+    """A zero Jacobian means that the decoder is cut off from the features, never that the task is insensitive.
+
+    ``first``: the number of the first of these samples, for the message.
+    """
     if not torch.isfinite(squared_norm).all():
         raise NumericsError("J: its products hold NaN or infinity. Check the decoder and the features.")
-    dead = (squared_norm == 0).nonzero().flatten().tolist()
+    dead = [first + index for index in (squared_norm == 0).nonzero().flatten().tolist()]
     if dead:
         raise DecoderError(
             f"decoder: its output does not depend on the features (zero Jacobian, samples {dead[:5]}). Expected a "

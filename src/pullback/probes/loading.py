@@ -34,7 +34,7 @@ def load_probe(
     return ProbeMap(
         backbone,
         build_decoder(decoder, backbone),
-        max(0, backbone.depth - 2) if layer is None else layer,
+        backbone.default_layer if layer is None else layer,
         distance=task_distance(distance),
         output_metric=output_metric,
         read_probe_layer=read_probe_layer,

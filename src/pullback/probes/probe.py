@@ -35,7 +35,14 @@ class WithImages:
     ) -> ImageBatch:
         """Images with this backbone's normalisation and size, and which files were skipped."""
         wanted = self.backbone.preprocessing
-        return read_images(path, size or wanted.size, mean=wanted.mean, std=wanted.std, limit=limit)
+        return read_images(
+            path,
+            wanted.size if size is None else size,
+            mean=wanted.mean,
+            std=wanted.std,
+            limit=limit,
+            interpolation=wanted.interpolation,
+        )
 
     def load_images(
         self, path: ImageSource, size: int | tuple[int, int] | None = None, limit: int | None = None
