@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from families import SMALL_MODELS, model_of, random_normal
-from pullback.backbones import Block, LinearizedBlock, Rope, load_backbone
+from pullback.backbones import Block, LinearizedBlock, Rope, linearized_block, load_backbone
 from pullback.errors import ShapeError
 from pullback.layout import TokenLayout
 
@@ -113,6 +113,19 @@ def test_the_linearised_block_has_the_products_of_autodiff(name, rows):
         torch.testing.assert_close(linear.jvp(tangents), pushed, rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(linear.vjp(cotangents), pulled, rtol=1e-9, atol=1e-9)
         assert torch.equal(tangents, kept[0]) and torch.equal(cotangents, kept[1]), "products must not write on inputs"
+
+
+@pytest.mark.parametrize("heads_at_a_time", [1, 4])
+def test_products_do_not_depend_on_how_many_heads_are_processed_together(heads_at_a_time, monkeypatch):
+    """Large models are processed in groups of heads that fit into the cache; small ones, as elsewhere here, in one."""
+    block = load_backbone(model_of("dinov2")).blocks[0]
+    x, v, c = (random_normal(*shape, seed=i) for i, shape in enumerate([(2, 7, 24), (2, 5, 7, 24), (2, 5, 7, 24)]))
+    linear = LinearizedBlock(block, x)
+    together = linear.jvp(v), linear.vjp(c)
+    monkeypatch.setattr(linearized_block, "CACHE_BYTES", heads_at_a_time * 7 * 5 * 7 * 8)
+    groups = linear.attention._groups(5, v)
+    assert len(groups) == (6 if heads_at_a_time == 1 else 2)
+    torch.testing.assert_close((linear.jvp(v), linear.vjp(c)), together)
 
 
 def test_a_large_norm_epsilon_is_part_of_the_derivative():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pullback.errors import PullbackError
-from pullback.training.tiny_scenes import Recipe, Run, evaluate, train
+from pullback.training.tiny_scenes import HELD_OUT, Recipe, Run, evaluate, train
 
 TOY = Recipe(steps=4, batch=4, size=28, width=24, layers=4, heads=2, hooks=(0, 1, 2, 3), channels=8, warmup=2)
 CPU = torch.device("cpu")
@@ -57,3 +57,13 @@ def test_evaluation_gives_finite_scores_in_range(tmp_path):
     assert 0 <= scores["delta1"] <= 1
     assert 0 <= scores["knn_top1"] <= 1
     assert scores["abs_rel"] > 0
+
+
+def test_no_recipe_reaches_a_held_out_scene_and_runs_share_none():
+    last = Recipe(seed=1023, steps=1 << 20, batch=1 << 10)
+    assert last.scenes(last.steps - 1).stop <= HELD_OUT
+    first = Recipe(seed=0, steps=1 << 20, batch=1 << 10)
+    assert first.scenes(first.steps - 1).stop <= Recipe(seed=1).scenes(0).start
+    for wrong in ({"seed": 1024}, {"seed": -1}, {"steps": 1 << 21, "batch": 1 << 10}):
+        with pytest.raises(PullbackError, match="no held-out scene is seen"):
+            Recipe(**wrong)

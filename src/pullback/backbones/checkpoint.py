@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,15 @@ def published_preprocessing(name: str, default: Preprocessing) -> Preprocessing:
         return default
     red, green, blue = zip(map(float, mean), map(float, std), strict=True)
     return replace(default, mean=(red[0], green[0], blue[0]), std=(red[1], green[1], blue[1]))
+
+
+def reader_of(config: dict[str, Any]) -> Callable[[str, dict[str, Any]], nn.Module] | None:
+    """Who reads a checkpoint without transformers, None where nobody does."""
+    if config["model_type"] == "tiny_scenes":
+        return read_tiny_scenes
+    if config["model_type"] in ("dinov2", "dinov2_with_registers") and config.get("hidden_act", "gelu") == "gelu":
+        return read_dinov2
+    return None
 
 
 def read_dinov2(name: str, config: dict[str, Any]) -> nn.Module:

@@ -9,14 +9,7 @@ import torch
 from torch import nn
 
 from pullback.backbones.backbone import Backbone
-from pullback.backbones.checkpoint import (
-    first_line,
-    locate,
-    published_preprocessing,
-    read_config,
-    read_dinov2,
-    read_tiny_scenes,
-)
+from pullback.backbones.checkpoint import first_line, locate, published_preprocessing, read_config, reader_of
 from pullback.backbones.embedded import EMBEDDED, build_embedded
 from pullback.backbones.registry import FAMILIES, Family, family_of
 from pullback.errors import ModelError
@@ -82,17 +75,14 @@ def check_evaluation_mode(module: nn.Module, argument: str) -> None:
 def _load(name: str) -> nn.Module:
     config = read_config(name, ", ".join(EMBEDDED))
     family = family_of(config["model_type"])
-    if family.name == "tiny-scenes":
-        return read_tiny_scenes(name, config)
-    if family.loader is None and config.get("hidden_act", "gelu") == "gelu":
-        return read_dinov2(name, config)
-    return _load_with_transformers(name, family)
+    reader = reader_of(config)
+    return _load_with_transformers(name, family) if reader is None else reader(name, config)
 
 
 def _load_with_transformers(name: str, family: Family) -> nn.Module:
     import transformers
 
-    loader = getattr(transformers, family.loader or "AutoModel")
+    loader = getattr(transformers, family.loader)
     transformers.utils.logging.disable_progress_bar()
     try:
         module, report = loader.from_pretrained(name, use_safetensors=True, output_loading_info=True)

@@ -15,15 +15,15 @@ from pullback.errors import ModelError
 
 @dataclass(frozen=True)
 class Family:
-    """``model_types`` are transformers' configuration names; ``loader`` its class for the checkpoint, None where we
-    read the checkpoint ourselves.
+    """``model_types`` are the names in config.json; ``loader`` is transformers' class for checkpoints that we do
+    not read ourselves (`checkpoint.reader_of`).
 
     ``may_lack``: parameters that published checkpoints leave out and that no decoder here reads unless they are there.
     """
 
     name: str
     model_types: tuple[str, ...]
-    loader: str | None
+    loader: str
     adapt: Callable[[nn.Module, str], Backbone]
     decoders: tuple[str, ...]
     example: str
@@ -34,7 +34,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         "dinov2",
         ("dinov2",),
-        None,
+        "AutoModel",
         families.dinov2,
         ("cls", "mean", "saliency"),
         "facebook/dinov2-base",
@@ -43,7 +43,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         "dinov2-registers",
         ("dinov2_with_registers",),
-        None,
+        "AutoModel",
         partial(families.dinov2, family="dinov2-registers"),
         ("cls", "mean"),
         "facebook/dinov2-with-registers-base",
@@ -105,7 +105,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         "tiny-scenes",
         ("tiny_scenes",),
-        None,
+        "",
         families.tiny_scenes,
         ("depth", "depth-GxG", "cls", "mean"),
         "a folder made by pullback.training.tiny_scenes",

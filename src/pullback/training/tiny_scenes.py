@@ -2,7 +2,7 @@
 
     python -m pullback.training.tiny_scenes --steps 20000 --batch 256 --device cuda --out runs/tiny-scenes
 
-Step s sees the scenes of seeds s*batch ... (s+1)*batch - 1; held-out seeds start at `HELD_OUT`. Everything follows from
+Step s sees the next ``--batch`` scenes; held-out seeds start at `HELD_OUT`. Everything follows from
 ``--seed`` and the step number, so a run that was stopped goes on exactly where its last checkpoint was written: call
 the same command again. `log.jsonl` holds a line every ``--log-every`` steps; the averaged weights end up in `model/`, a
 folder that `load_probe` takes.
@@ -30,6 +30,7 @@ from pullback.evaluation import depth_errors, neighbour_accuracy
 from pullback.models.tiny_scenes import TinyScenes, TinyScenesConfig
 
 HELD_OUT = 1 << 40  # first seed that is never trained on
+SEEDS_PER_RUN = 1 << 30  # scenes that a run may see, so that runs with other seeds see others
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,19 @@ class Recipe:
     heads: int = 3
     hooks: tuple[int, ...] = (2, 5, 8, 11)
     channels: int = 64
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed < HELD_OUT // SEEDS_PER_RUN or self.steps * self.batch > SEEDS_PER_RUN:
+            raise PullbackError(
+                f"seed={self.seed}, steps={self.steps}, batch={self.batch}: expected a seed from 0 to "
+                f"{HELD_OUT // SEEDS_PER_RUN - 1} and at most {SEEDS_PER_RUN} scenes, so that no held-out scene is "
+                "seen."
+            )
+
+    def scenes(self, step: int) -> range:
+        """The seeds of one step."""
+        first = self.seed * SEEDS_PER_RUN + step * self.batch
+        return range(first, first + self.batch)
 
     def model(self) -> TinyScenesConfig:
         return TinyScenesConfig(
@@ -168,8 +182,7 @@ class Run:
     def advance(self) -> dict[str, float]:
         """One step on new scenes."""
         recipe = self.recipe
-        first = recipe.seed * HELD_OUT // 1024 + self.step * recipe.batch
-        scenes = render(range(first, first + recipe.batch), size=recipe.size, device=self.device)
+        scenes = render(recipe.scenes(self.step), size=recipe.size, device=self.device)
         for group in self.optimizer.param_groups:
             group["lr"] = recipe.rate(self.step)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
