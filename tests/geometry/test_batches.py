@@ -5,8 +5,9 @@ import torch
 
 import pullback as pb
 from geometry.truth import FunctionProbe, embedded, random_images, with_singular_values
-from pullback.errors import NumericsError
+from pullback.errors import DecoderError, NumericsError
 from pullback.geometry import batches
+from pullback.layout import TokenLayout
 
 RANK = 3
 MESSAGES = {
@@ -110,3 +111,24 @@ def test_float32_features_work_too():
     found = pb.spectrum(probe, torch.ones(2, 1, 6, 5), 4)
     assert found.modes.dtype == torch.float32
     torch.testing.assert_close(found.singular_values, torch.tensor([sigma, sigma]), rtol=1e-5, atol=1e-6)
+
+
+def test_a_sample_without_sensitivity_is_named_by_its_place_in_the_whole_set():
+    """The third of three images is cut off from the output, and is alone in its batch."""
+    gate = torch.tensor([1.0, 1.0, 0.0], dtype=torch.float64)
+
+    class Gated:
+        name, layer = "gated", 0
+
+        def features(self, images):
+            return images
+
+        def token_layout(self, features):
+            return TokenLayout(0, (2, 2))
+
+        def __call__(self, features):
+            return features.flatten(1) * gate[features[:, 0, 0].long()][:, None]
+
+    images = torch.arange(3, dtype=torch.float64)[:, None, None].expand(3, 4, 2).clone()
+    with pytest.raises(DecoderError, match=r"zero Jacobian, samples \[2\]"):
+        pb.spectrum(Gated(), images, rank=2, batch_size=1)

@@ -228,3 +228,13 @@ def test_products_are_those_of_the_sample_that_took_most():
     first = pb.spectrum(probe, features[:1], 3, "krylov").products
     both = pb.spectrum(probe, features, 3, "krylov", batch_size=1).products
     assert both.jvp > first.jvp and both.vjp > first.vjp
+
+
+def test_the_papers_method_finds_more_energy_with_its_rayleigh_ritz_twin():
+    probe = pb.load_probe("seeded-vit", decoder="cls", layer=3, dtype=torch.float64, device="cpu")
+    images = torch.randn(2, 3, 56, 56, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    literal, rotated = (
+        pb.spectrum(probe, images, rank=4, method="paper", sketch_width=12, rayleigh_ritz=twin).singular_values
+        for twin in (False, True)
+    )
+    assert (rotated.square().sum(1) > 1.01 * literal.square().sum(1)).all()

@@ -1,5 +1,7 @@
 """One call from a model to a probe map, and what it must refuse."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from PIL import Image
@@ -7,6 +9,11 @@ from torch import nn
 
 import pullback as pb
 from families import images_for, model_of, random_normal
+from pullback.backbones import Preprocessing
+from pullback.data.images import IMAGENET_MEAN as MEAN
+from pullback.data.images import IMAGENET_STD as STD
+from pullback.data.images import read_images
+from pullback.data.synthetic import draw_pictures
 from pullback.errors import DecoderError, ImageError, ModelError, NumericsError, ShapeError
 from pullback.operators import JacobianOperator, check_sensitive
 
@@ -126,3 +133,15 @@ def test_a_users_module_is_a_decoder_of_the_normalised_tokens():
     moved = (probe(features + step * v) - probe(features - step * v)).detach() / (2 * step)
     torch.testing.assert_close((operator @ v.flatten(1)[..., None])[..., 0], moved, rtol=1e-5, atol=1e-6)
     assert not (operator @ v.flatten(1)[..., None]).requires_grad, "the module's parameters have a graph, products none"
+
+
+def test_images_are_resized_as_the_backbone_wants(tmp_path):
+    draw_pictures(tmp_path, count=1)
+    probe = pb.load_probe("seeded-vit", "cls", 0, device="cpu")
+    nearest = replace(probe, backbone=replace(probe.backbone, preprocessing=Preprocessing(MEAN, STD, 56, "nearest")))
+    bicubic = replace(probe, backbone=replace(probe.backbone, preprocessing=Preprocessing(MEAN, STD, 56, "bicubic")))
+    for chosen in ("nearest", "bicubic"):
+        expected = read_images(tmp_path, 56, mean=MEAN, std=STD, interpolation=chosen).pixels
+        own = (nearest if chosen == "nearest" else bicubic).load_images(tmp_path)
+        torch.testing.assert_close(own, expected)
+    assert not torch.equal(nearest.load_images(tmp_path), bicubic.load_images(tmp_path))
