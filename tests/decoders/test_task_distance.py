@@ -106,9 +106,7 @@ def test_distances_by_name_function_or_none():
 
 
 def test_the_floor_follows_the_positive_outputs_even_where_most_are_zero():
-    output = torch.tensor(
-        [[0.0, 0.0, 0.0, 1e-6, 2.0, 4.0]], dtype=torch.float64
-    )  # half of the ReLU is shut
+    output = torch.tensor([[0.0, 0.0, 0.0, 1e-6, 2.0, 4.0]], dtype=torch.float64)  # half of the ReLU is shut
     logs = DISTANCES["log"](output)
     assert logs[0, :4].exp().tolist() == pytest.approx([2e-3] * 4)  # 1e-3 of the median of 1e-6, 2 and 4
     assert logs[0, 4:].exp().tolist() == pytest.approx([2.0, 4.0])
