@@ -97,7 +97,7 @@ def read_dinov2(name: str, config: dict[str, Any]) -> nn.Module:
 
 
 def read_tiny_scenes(name: str, config: dict[str, Any]) -> nn.Module:
-    """A model that `training/tiny_scenes.py` made."""
+    """A model that `training/tiny_scenes.py` made: the embedded one, or one of your own."""
     return _filled(TinyScenes(TinyScenesConfig.from_dict(config)), _tensors(name), name, config["model_type"])
 
 

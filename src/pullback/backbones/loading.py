@@ -10,7 +10,7 @@ from torch import nn
 
 from pullback.backbones.backbone import Backbone
 from pullback.backbones.checkpoint import first_line, locate, published_preprocessing, read_config, reader_of
-from pullback.backbones.embedded import EMBEDDED, build_embedded
+from pullback.backbones.embedded import EMBEDDED
 from pullback.backbones.registry import FAMILIES, Family, family_of
 from pullback.errors import ModelError
 
@@ -43,16 +43,10 @@ def load_backbone(
         return _adapt(model, type(model).__name__)
     name = os.fspath(model)
     target = resolve_device(device)
-    if name in EMBEDDED:
-        module = build_embedded(name)
-    else:
-        name = locate(name)
-        module = _load(name)
-    module = module.to(device=target, dtype=dtype).eval().requires_grad_(False)
-    backbone = _adapt(module, name)
-    if name in EMBEDDED:
-        return backbone
-    return replace(backbone, preprocessing=published_preprocessing(name, backbone.preprocessing))
+    where = str(EMBEDDED[name]) if name in EMBEDDED else locate(name)
+    module = _load(where).to(device=target, dtype=dtype).eval().requires_grad_(False)
+    backbone = _adapt(module, name if name in EMBEDDED else where)
+    return replace(backbone, preprocessing=published_preprocessing(where, backbone.preprocessing))
 
 
 def _adapt(module: nn.Module, name: str) -> Backbone:
@@ -113,6 +107,4 @@ def _without_random_parts(module: nn.Module, family: Family, report: dict) -> nn
 
 def list_models() -> list[tuple[str, str, str, str]]:
     """(family, transformers model types, decoders, example) of everything that can be loaded."""
-    rows = [(f.name, ", ".join(f.model_types), ", ".join(f.decoders), f.example) for f in FAMILIES]
-    rows += [("embedded", entry.model_type, ", ".join(entry.decoders), name) for name, entry in EMBEDDED.items()]
-    return rows
+    return [(f.name, ", ".join(f.model_types), ", ".join(f.decoders), f.example) for f in FAMILIES]

@@ -108,7 +108,7 @@ FAMILIES: tuple[Family, ...] = (
         "",
         families.tiny_scenes,
         ("depth", "depth-GxG", "cls", "mean"),
-        "a folder made by pullback.training.tiny_scenes",
+        "tiny-scenes",
     ),
 )
 
