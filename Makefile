@@ -4,7 +4,7 @@ WORKERS ?= 2
 BIN     := .venv/bin
 STAMP   := .venv/.installed
 
-.PHONY: venv demo test lint format bench clean
+.PHONY: venv demo test lint format bench wheel-check clean
 .DEFAULT_GOAL := test
 
 venv: $(STAMP)
@@ -41,6 +41,21 @@ format: venv
 
 bench: venv
 	@for script in benchmarks/*.py; do echo "[bench] $$script"; $(BIN)/python "$$script" || exit 1; done
+
+# The package as a user gets it: a wheel with its dependencies in an environment of its own, used without network.
+# It is built from a copy, since a build leaves files behind.
+wheel-check: venv
+	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && \
+	    mkdir "$$folder/tree" "$$folder/empty" && cp -r src pyproject.toml README.md LICENSE "$$folder/tree" && \
+	    rm -rf "$$folder"/tree/src/*.egg-info && \
+	    echo "[wheel] building" && \
+	    $(BIN)/pip wheel -qq --no-deps --no-build-isolation -w "$$folder" "$$folder/tree" && ls -sh "$$folder"/*.whl && \
+	    echo "[wheel] installing it and its dependencies into an empty environment" && \
+	    $(PYTHON) -m venv "$$folder/env" && \
+	    "$$folder/env/bin/pip" install -qq --disable-pip-version-check -c constraints.txt "$$folder"/*.whl && \
+	    if unshare -rn true 2>/dev/null; then offline="unshare -rn"; else offline="env HF_HUB_OFFLINE=1"; fi && \
+	    echo "[wheel] diagnosing the embedded model with: $$offline" && cd "$$folder/empty" && \
+	    $$offline "$$folder/env/bin/python" -I "$(CURDIR)/tests/offline_diagnosis.py"
 
 # Keeps .venv, which is expensive to make; remove it by hand to start afresh.
 clean:

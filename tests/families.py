@@ -76,6 +76,40 @@ def randomized(model: nn.Module, seed: int = 0) -> nn.Module:
     return model
 
 
+@lru_cache
+def seeded_vit() -> nn.Module:
+    """A quick dense model: 6 blocks of width 64 and a DPT head that reads four of them, random but the same everywhere.
+
+    Its norms and scales are those of a fresh model, so its Jacobians behave; `SMALL_MODELS` are wilder on purpose.
+    """
+    backbone = tf.Dinov2Config(
+        hidden_size=64,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        patch_size=14,
+        image_size=224,
+        out_indices=[2, 3, 5, 6],
+        apply_layernorm=True,
+        reshape_hidden_states=False,
+    )
+    config = tf.DepthAnythingConfig(
+        backbone_config=backbone,
+        reassemble_hidden_size=64,
+        neck_hidden_sizes=[16, 16, 32, 32],
+        fusion_hidden_size=16,
+        head_hidden_size=8,
+        patch_size=14,
+    )
+    model = tf.DepthAnythingForDepthEstimation(config).requires_grad_(False)
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in sorted(model.named_parameters()):
+        if parameter.ndim > 1:
+            fan_in = parameter[0].numel() if "token" not in name and "position" not in name else 1
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * fan_in**-0.5)
+    model.head.conv3.bias.fill_(1.0)  # keep the final ReLU open
+    return model.double().eval()
+
+
 def images_for(name: str, grid: tuple[int, int], batch: int = 2, seed: int = 0) -> Tensor:
     """Random images [B, 3, H, W] of ``grid`` patches."""
     height, width = (side * SMALL_MODELS[name].patch_size for side in grid)

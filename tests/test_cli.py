@@ -17,7 +17,8 @@ import pullback.demo as demo
 import pullback.workflow as workflow
 from pullback import __version__
 from pullback.cli import app
-from pullback.data.synthetic import draw_pictures
+from pullback.data.scenes import render
+from pullback.demo import write_pictures
 from pullback.errors import NumericsError
 
 PNG = b"\x89PNG\r\n"
@@ -61,7 +62,7 @@ def strict(path: Path) -> dict:
 
 
 def diagnose(images: Path, out: Path, *options: object, size: tuple[str, ...] = SMALL) -> Run:
-    result = pullback("diagnose", "seeded-vit", "--images", images, "--out", out, *size, *options)
+    result = pullback("diagnose", "tiny-scenes", "--images", images, "--out", out, *size, *options)
     assert result.exit_code == 0, result.output
     return Run(result, out, strict(out / "diagnosis.json"))
 
@@ -70,7 +71,7 @@ def diagnose(images: Path, out: Path, *options: object, size: tuple[str, ...] = 
 def images(tmp_path_factory) -> Path:
     """Two pictures and, first of all, a file that is none."""
     folder = tmp_path_factory.mktemp("images")
-    draw_pictures(folder, count=2, side=64)
+    write_pictures(render(range(2), size=64), folder)
     (folder / "00-broken.png").write_bytes(b"not a picture")
     return folder
 
@@ -90,10 +91,10 @@ def check_types(entry: dict, expected: dict[str, type]) -> None:
 def test_the_settings_are_complete(run):
     check_types(run.document, SETTINGS)
     assert run.document["complete"] and run.document["failure"] is None
-    assert run.document["family"] == "depth-anything"
+    assert run.document["family"] == "tiny-scenes"
     assert run.document["size"] == [56, 56]
     assert set(run.document["versions"]) >= {"pullback", "torch", "transformers"}
-    assert [Path(file).name for file in run.document["image_files"]] == ["00-spheres.png", "01-floor.png"]
+    assert [Path(file).name for file in run.document["image_files"]] == ["scene-00.png", "scene-01.png"]
 
 
 def test_every_layer_is_complete_and_repeated_ones_are_done_once(run):
@@ -172,22 +173,22 @@ def test_running_again_overwrites(images, tmp_path):
 
 
 def test_the_default_layer_is_the_last_but_one(images, tmp_path):
-    assert diagnose(images, tmp_path).document["layers"][0]["layer"] == 4
+    assert diagnose(images, tmp_path).document["layers"][0]["layer"] == 10
 
 
 def test_a_rank_that_is_too_large_is_lowered(images, tmp_path):
-    run = diagnose(images, tmp_path, "--rank", "100", size=("--size", "56", "--limit", "1"))
+    run = diagnose(images, tmp_path, "--rank", "500", size=("--size", "56", "--limit", "1"))
     (layer,) = run.document["layers"]
-    assert (layer["rank"], layer["rank_used"], layer["regime"]) == (100, 64, "iv")
+    assert (layer["rank"], layer["rank_used"], layer["regime"]) == (500, 192, "iv")
     assert layer["kappa"]["mean"] == pytest.approx(1.0)
-    assert "rank 100 lowered to 64" in run.result.output
+    assert "rank 500 lowered to 192" in run.result.output
 
 
 def test_hooks_is_the_multi_layer_probe(images, tmp_path):
     run = diagnose(images, tmp_path, "--decoder", "depth-2x2", "--layer", "hooks")
     (layer,) = run.document["layers"]
     assert layer["layer"] == "hooks"
-    assert layer["dim"] == 4 * 64
+    assert layer["dim"] == 4 * 192
     assert 1 <= layer["k_eff"]["mean"] <= 4 and len(layer["k_eff"]["per_image"]) == 2
     assert "K_eff = " in run.result.output
     assert (tmp_path / "tokens_hooks.png").exists()
@@ -211,8 +212,8 @@ def test_sizes_may_be_rectangular(images, tmp_path):
     [
         ({"model": "no-such-model-anywhere"}, "model:"),
         ({"model": "{tmp}"}, "config.json"),
-        ({"--layer": "6"}, "layer: expected a block index from 0 to 5"),
-        ({"--layer": "-1"}, "layer: expected a block index from 0 to 5"),
+        ({"--layer": "12"}, "layer: expected a block index from 0 to 11"),
+        ({"--layer": "-1"}, "layer: expected a block index from 0 to 11"),
         ({"--layer": "last"}, "layer: expected a block index such as 10, or 'hooks', got 'last'"),
         ({"--images": "{tmp}"}, "no image found"),
         ({"--images": "{tmp}/missing"}, "no such file or folder"),
@@ -234,7 +235,7 @@ def test_bad_input_gives_one_line_and_exit_code_2(options, message, images, tmp_
     (tmp_path / "file").write_text("")
     given = {"--images": str(images), "--out": str(tmp_path / "out"), "--size": "56", "--rank": "3", **options}
     given = {name: value.replace("{tmp}", str(tmp_path)) for name, value in given.items()}
-    model = given.pop("model", "seeded-vit")
+    model = given.pop("model", "tiny-scenes")
     result = pullback("diagnose", model, *(part for pair in given.items() for part in pair))
     assert result.exit_code == 2, result.output
     assert message in result.output.replace("\n", " ")
@@ -266,7 +267,7 @@ def fail_at_layer(layer: int, error: BaseException, monkeypatch) -> None:
 def test_a_failing_layer_loses_nothing_before_it(error, code, message, images, tmp_path, monkeypatch):
     fail_at_layer(4, error, monkeypatch)
     options = ("--layer", 1, "--layer", 4, "--images", images, "--out", tmp_path, *SMALL)
-    result = pullback("diagnose", "seeded-vit", *options)
+    result = pullback("diagnose", "tiny-scenes", *options)
     assert result.exit_code == code, result.output
     assert message in result.output and "Traceback" not in result.output
     assert f"finished before L04 and kept in {tmp_path}/: L01" in result.output
@@ -278,8 +279,8 @@ def test_a_failing_layer_loses_nothing_before_it(error, code, message, images, t
 
 
 def test_a_bug_is_not_hidden(images, tmp_path, monkeypatch):
-    fail_at_layer(4, RuntimeError("a bug"), monkeypatch)
-    result = pullback("diagnose", "seeded-vit", "--images", images, "--out", tmp_path, *SMALL)
+    fail_at_layer(10, RuntimeError("a bug"), monkeypatch)
+    result = pullback("diagnose", "tiny-scenes", "--images", images, "--out", tmp_path, *SMALL)
     assert isinstance(result.exception, RuntimeError)
 
 
@@ -294,23 +295,27 @@ def test_without_matplotlib_it_finishes_and_names_the_extra(images, tmp_path, mo
 def test_ls_names_every_family_and_the_embedded_models():
     result = pullback("ls")
     assert result.exit_code == 0
-    for words in ("dinov2-registers", "dinov3_vit", "google/siglip-base-patch16-224", "projection", "seeded-vit"):
+    for words in ("dinov2-registers", "dinov3_vit", "google/siglip-base-patch16-224", "projection", "tiny-scenes"):
         assert words in result.output
 
 
 def test_the_demo_writes_a_page_that_needs_nothing_else(tmp_path, monkeypatch):
-    monkeypatch.setattr(demo, "SIZES", {"cls": 56, "depth-8x8": 56})
-    monkeypatch.setattr(demo, "LAYERS", (4,))
+    monkeypatch.setattr(demo, "SIZE", 56)
+    monkeypatch.setattr(demo, "DECODERS", ("cls", "depth-2x2"))
+    monkeypatch.setattr(demo, "LAYERS", (10,))
     result = pullback("demo", "--out", tmp_path)
     assert result.exit_code == 0, result.output
-    assert "random weights" in result.output and (tmp_path / "index.html").as_uri() in result.output
-    assert len(list((tmp_path / "images").glob("*.png"))) == 6
+    assert "trained on procedural scenes" in result.output and (tmp_path / "index.html").as_uri() in result.output
+    pictures = sorted((tmp_path / "images").glob("*.png"))
+    assert len(pictures) == demo.COUNT
     page = (tmp_path / "index.html").read_text(encoding="utf-8")
-    assert page.count("<section>") == 2 and "random weights" in page and "±" in page
+    assert page.count("<section>") == 3 and "trained on procedural scenes" in page and "±" in page
     assert "http://" not in page and "https://" not in page
-    for decoder in ("cls", "depth-8x8"):
-        assert strict(tmp_path / decoder / "diagnosis.json")["complete"]
-        assert (tmp_path / decoder / "tokens_L04.png").exists()
+    assert (tmp_path / "scenes" / "scenes.png").read_bytes().startswith(PNG)
+    for decoder in ("cls", "depth-2x2"):
+        document = strict(tmp_path / decoder / "diagnosis.json")
+        assert document["complete"] and document["image_files"] == [str(path) for path in pictures]
+        assert (tmp_path / decoder / "tokens_L10.png").exists()
 
 
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:

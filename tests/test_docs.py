@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pullback.data.synthetic import draw_pictures
+from pullback.data.scenes import render
+from pullback.demo import write_pictures
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
@@ -16,7 +17,7 @@ LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
 
 @pytest.mark.parametrize("page", [page for page in PAGES if BLOCK.search((ROOT / page).read_text())])
 def test_the_examples_of_a_page_run(page, tmp_path, monkeypatch, capsys):
-    draw_pictures(tmp_path / "photos", count=2)
+    write_pictures(render(range(2), size=128), tmp_path / "photos")
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     namespace: dict = {}

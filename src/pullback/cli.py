@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import logging
-import os
-import re
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Literal, NoReturn
+from typing import Annotated
 
 import typer
 
 from pullback import __version__
-from pullback.errors import PullbackError
+from pullback.commands.common import Method, Precision, parse_layer, parse_size, prepare, reported
+from pullback.commands.targets import targets
+from pullback.commands.train import train
 from pullback.report.console import console, diagnosis_summary, models_table
 from pullback.report.drawing import Drawing
 from pullback.report.progress import ProgressDisplay
 
-Method = Literal["auto", "krylov", "paper", "exact"]
-Precision = Literal["float32", "tf32", "bf16"]
-
-BAD_INPUT, INTERRUPTED = 2, 130
 NO_FIGURES = "no figures: they need matplotlib, which is an extra: pip install 'pullback[plot]'"
 
 app = typer.Typer(
@@ -138,18 +130,18 @@ def diagnose(
 @app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for the pictures, the results and index.html.")] = Path("demo-out"),
-    seed: Annotated[int, typer.Option(help="Of the drawn pictures and every random probe.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the scenes and every random probe.")] = 0,
 ) -> None:
-    """A small diagnosis from start to end, without any download: pictures, numbers, figures, a page."""
+    """A small diagnosis from start to end, without any download: scenes, numbers, figures, a page."""
     with Drawing() as drawing, ProgressDisplay(console(stderr=True)) as progress, reported(progress, out):
         progress.stage("loading torch")
         prepare()
-        from pullback.demo import NOTE, run_demo
+        from pullback.demo import NOTE, SCENES_FOLDER, run_demo
 
         documents = run_demo(out, progress, seed)
         progress.stage("drawing figures")
-        figures = [drawing.draw(out / name) for name in documents]
-        page = write_page(out, progress, list(documents), NOTE) if all(figures) else None
+        figures = [drawing.draw(out / name) for name in (SCENES_FOLDER, *documents)]
+        page = write_page(out, progress, list(documents), NOTE, SCENES_FOLDER) if all(figures) else None
     screen = console()
     for document in documents.values():
         screen.print(diagnosis_summary(document, screen.width))
@@ -172,79 +164,18 @@ def list_models() -> None:
         table = models_table(rows())
     console().print(table)
     console().print(
-        "A folder with config.json and safetensors of one of these types works like its hub id.", style="dim"
+        "`tiny-scenes` comes with the package. A folder with config.json and safetensors of one of these types works "
+        "like its hub id.",
+        style="dim",
     )
 
 
-@contextmanager
-def reported(progress: ProgressDisplay, out: Path | None = None) -> Iterator[None]:
-    """One readable line instead of a traceback for everything that the user or the machine can cause."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        _fail("interrupted", progress, out, INTERRUPTED)
-    except PullbackError as error:
-        _fail(f"error: {error}", progress, out, BAD_INPUT)
-    except OSError as error:
-        _fail(f"error: {error}", progress, out, BAD_INPUT)
-    except (RuntimeError, MemoryError) as error:
-        from pullback.operators.memory import is_out_of_memory
-
-        if not is_out_of_memory(error):
-            raise
-        message = (
-            "error: out of memory, though one image at a time was tried. Use a smaller --size or --rank, a decoder "
-            "with a smaller output (depth-8x8 for depth), or another --device."
-        )
-        _fail(message, progress, out, BAD_INPUT)
-
-
-def _fail(message: str, progress: ProgressDisplay, out: Path | None, code: int) -> NoReturn:
-    progress.close()
-    screen = console(stderr=True)
-    screen.print(message, style="red", markup=False, soft_wrap=True)
-    if progress.done:
-        where = f" before {progress.current}" if progress.current else ""
-        screen.print(f"finished{where} and kept in {out}/: {', '.join(progress.done)}", markup=False, soft_wrap=True)
-    raise typer.Exit(code)
-
-
-def prepare() -> None:
-    """Settings that must stand before torch and transformers are imported; whatever the user has set is kept.
-
-    Other packages' bars and warnings stay off the screen; their errors reach us as exceptions. OpenMP threads sleep
-    while they wait: spinning, as they do by default, made a run four times slower on cores shared with other programs.
-    """
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    for name in ("huggingface_hub", "matplotlib"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", module=r"(torch|transformers|huggingface_hub|matplotlib)(\.|$)")
-
-
-def write_page(out: Path, progress: ProgressDisplay, folders: list[str], note: str) -> Path:
+def write_page(out: Path, progress: ProgressDisplay, folders: list[str], note: str, scenes: str) -> Path:
     progress.stage("writing the page")
     from pullback.report.page import write_page as write
 
-    return write(out, folders, note)
+    return write(out, folders, note, scenes)
 
 
-def parse_layer(text: str) -> int | str:
-    if text == "hooks":
-        return text
-    try:
-        return int(text)
-    except ValueError:
-        raise PullbackError(f"layer: expected a block index such as 10, or 'hooks', got {text!r}.") from None
-
-
-def parse_size(text: str | None) -> int | tuple[int, int] | None:
-    if text is None:
-        return None
-    match = re.fullmatch(r"(\d+)(?:x(\d+))?", text)
-    if match is None:
-        raise PullbackError(f"size: expected pixels such as 224, or height x width such as 224x308, got {text!r}.")
-    return (int(match[1]), int(match[2])) if match[2] else int(match[1])
+app.command()(targets)
+app.add_typer(train)

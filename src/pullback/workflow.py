@@ -49,6 +49,7 @@ class DiagnosisRequest:
     precision: str = "float32"
     rtol: float | None = None
     distance: str | None = None
+    convergence_samples: int = 1
 
 
 class Watcher(Protocol):
@@ -70,15 +71,21 @@ class Watcher(Protocol):
         """This layer is done and on disk."""
 
 
-def run_diagnosis(request: DiagnosisRequest, out: Path, watch: Watcher) -> dict[str, Any]:
-    """Diagnose every layer, writing `diagnosis.json` and `importance.npz` after each; the former is also returned."""
+def run_diagnosis(
+    request: DiagnosisRequest, out: Path, watch: Watcher, batch: ImageBatch | None = None
+) -> dict[str, Any]:
+    """Diagnose every layer, writing `diagnosis.json` and `importance.npz` after each; the former is also returned.
+
+    A ``batch`` is taken as it is; without one the images of the request are read, resized and cropped.
+    """
     watch.stage(f"loading {request.model}")
     backbone = load_backbone(request.model, device=request.device)
     probes = build_probes(request, backbone)  # a wrong layer, decoder or size is found before anything is computed
     size = _checked_size(request.size, backbone)
     _make_folder(out)
-    watch.stage(f"reading images from {request.images}")
-    batch = probes[0].read_images(request.images, size, request.limit)
+    if batch is None:
+        watch.stage(f"reading images from {request.images}")
+        batch = probes[0].read_images(request.images, size, request.limit)
     document = {**_settings(request, backbone, batch), "complete": False, "failure": None, "layers": []}
     arrays = _thumbnails(batch, backbone)
     names = [files.layer_name(probe.layer) for probe in probes]
@@ -123,6 +130,7 @@ def _diagnose_layer(
         seed=request.seed,
         rtol=request.rtol,
         precision=request.precision,
+        convergence_samples=request.convergence_samples,
         on_progress=watch.advance,
     )
     result = layer_result(report, [str(path) for path in batch.paths])

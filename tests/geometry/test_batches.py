@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import pullback as pb
-from geometry.truth import FunctionProbe, embedded, random_images, with_singular_values
+from geometry.truth import FunctionProbe, random_images, seeded, with_singular_values
 from pullback.errors import DecoderError, NumericsError
 from pullback.geometry import batches
 from pullback.layout import TokenLayout
@@ -33,7 +33,7 @@ class Tight:
 
 @pytest.fixture
 def probe():
-    return embedded("cls", 4)
+    return seeded("cls", 4)
 
 
 @pytest.fixture(scope="module")

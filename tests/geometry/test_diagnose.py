@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import pullback as pb
-from geometry.truth import FunctionProbe, embedded, load_embedded, normal, random_images, truth_of, with_singular_values
+from geometry.truth import FunctionProbe, load_seeded, normal, random_images, seeded, truth_of, with_singular_values
 from pullback.errors import DecoderError, ImageError, NumericsError, RankError
 from pullback.geometry import null_cv
 from pullback.operators import JacobianOperator
@@ -24,7 +24,7 @@ def images():
 @pytest.fixture(scope="module", params=[("cls", 1), ("depth-4x4", 4)], ids=str)
 def exact(request, images):
     """(report, truth) by the exact route."""
-    probe = embedded(*request.param)
+    probe = seeded(*request.param)
     return pb.diagnose(probe, images, RANKS, "exact"), truth_of(probe, images)
 
 
@@ -90,7 +90,7 @@ def test_exact_numbers_claim_nothing_beyond_round_off(exact):
 
 @pytest.mark.parametrize(("decoder", "layer", "knobs"), [("cls", 1, {}), ("depth-4x4", 4, {"slq_probes": 6})])
 def test_krylov_agrees_with_exact_within_its_printed_errors(images, decoder, layer, knobs):
-    probe = embedded(decoder, layer)
+    probe = seeded(decoder, layer)
     truth = truth_of(probe, images)
     report = pb.diagnose(probe, images, RANKS, "krylov", convergence_samples=0, **knobs)
     assert report.method == "krylov" and report.convergence == ()
@@ -106,7 +106,7 @@ def test_krylov_agrees_with_exact_within_its_printed_errors(images, decoder, lay
 
 
 def test_an_unreached_ninety_percent_is_a_lower_bound(images):
-    probe = embedded("cls", 4)
+    probe = seeded("cls", 4)
     report = pb.diagnose(probe, images, 4, "krylov", convergence_samples=0, slq_probes=2)
     assert [sample.r90 for sample in report.samples] == [(5, True)] * 3
     assert report.r90 == (5, True) and "r90 >=5" in str(report)
@@ -114,18 +114,18 @@ def test_an_unreached_ninety_percent_is_a_lower_bound(images):
 
 
 def test_a_rank_above_the_output_size_is_lowered_and_means_regime_four(images):
-    report = pb.diagnose(embedded("depth-4x4", 4), images, (20, 4, 500))
+    report = pb.diagnose(seeded("depth-4x4", 4), images, (20, 4, 500))
     assert report.ranks == (20, 4, 500) and report.ranks_used == (16, 4, 16)
     assert report.regime.label == "iv" and report.output_size == 16
     assert report.kappa.mean == pytest.approx(1) == report.kappa_at(20).mean == report.kappa_at(16).mean
     assert report.kappa_at(500) == report.kappa and report.kappa_at(4).mean < 0.99
-    assert pb.diagnose(embedded("depth-4x4", 4), images[:1], 4).regime.label != "iv"
+    assert pb.diagnose(seeded("depth-4x4", 4), images[:1], 4).regime.label != "iv"
     with pytest.raises(RankError, match=r"rank: expected one of those diagnosed, \[20, 4, 500\], got 7"):
         report.kappa_at(7)
 
 
 def test_an_output_metric_of_low_rank_bounds_the_rank(images):
-    report = pb.diagnose(load_embedded("cls", output_metric=normal(64, 5)), images, 8)
+    report = pb.diagnose(load_seeded("cls", output_metric=normal(64, 5)), images, 8)
     assert (report.ranks_used, report.output_size, report.regime.label) == ((5,), 5, "iv")
 
 
@@ -149,7 +149,7 @@ class Counted:
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_the_products_are_those_that_were_spent(images, monkeypatch, method, batch_size):
     counted = Counted(monkeypatch)
-    report = pb.diagnose(embedded("cls", 4), images, 4, method, batch_size=batch_size, slq_probes=2)
+    report = pb.diagnose(seeded("cls", 4), images, 4, method, batch_size=batch_size, slq_probes=2)
     assert (report.products.jvp, report.products.vjp) == (counted.products["_matmat"], counted.products["_rmatmat"])
     if method == "exact":
         table = 6 * 4
@@ -175,23 +175,23 @@ def not_a_number(x):
 @pytest.mark.parametrize("decoder", [cut_off, constant])
 def test_a_decoder_without_derivative_is_an_error(images, decoder, method):
     with pytest.raises(DecoderError, match=r"does not depend on the features \(zero Jacobian.*detach"):
-        pb.diagnose(load_embedded(decoder), images, 3, method)
+        pb.diagnose(load_seeded(decoder), images, 3, method)
 
 
 @pytest.mark.parametrize("method", ["auto", "krylov", "paper", "exact"])
 def test_a_decoder_that_returns_nan_is_an_error(images, method):
     with pytest.raises(NumericsError, match="decoder: its output holds NaN"):
-        pb.diagnose(load_embedded(not_a_number), images, 3, method)
+        pb.diagnose(load_seeded(not_a_number), images, 3, method)
 
 
 @pytest.mark.parametrize(("output", "kind"), [(lambda x: {"depth": x}, "dict"), (lambda x: (x, x), "tuple")])
 def test_a_decoder_that_returns_no_tensor_is_an_error(images, output, kind):
     with pytest.raises(DecoderError, match=f"expected it to return one tensor .* got {kind}"):
-        pb.diagnose(load_embedded(lambda x: output(x[:, 0])), images, 3)
+        pb.diagnose(load_seeded(lambda x: output(x[:, 0])), images, 3)
 
 
 def test_bad_arguments_are_named(images):
-    probe = embedded("cls", 4)
+    probe = seeded("cls", 4)
     with pytest.raises(ImageError, match="at least one image, got an empty batch"):
         pb.diagnose(probe, images[:0])
     for rank in (0, (4, 0), ()):
@@ -218,7 +218,7 @@ def test_the_signal_of_a_random_start_is_one():
 
 @pytest.mark.parametrize("batch_size", [1, 2, 5])
 def test_as_many_samples_as_asked_for_get_a_convergence_table(batch_size):
-    probe, images = embedded("cls", 4), random_images(5)
+    probe, images = seeded("cls", 4), random_images(5)
     report = pb.diagnose(probe, images, 4, convergence_samples=3, batch_size=batch_size)
     together = pb.diagnose(probe, images, 4, convergence_samples=3, batch_size=3)
     for row, other in zip(report.convergence, together.convergence, strict=True):
@@ -240,7 +240,7 @@ def test_the_paper_s_unconverged_modes_do_not_judge_convergence():
 
 @pytest.mark.parametrize("decoder", ["cls", "depth-2x3"])
 def test_images_need_not_be_square(decoder):
-    probe, images = embedded(decoder, 4), random_images(2, (28, 70))
+    probe, images = seeded(decoder, 4), random_images(2, (28, 70))
     report = pb.diagnose(probe, images, 3, "exact")
     truth = truth_of(probe, images)
     assert report.token_layout.grid == (2, 5) and report.importance.shape == (2, 11)
@@ -249,7 +249,7 @@ def test_images_need_not_be_square(decoder):
 
 
 def test_an_image_of_one_patch_has_no_spread_over_patches():
-    report = pb.diagnose(embedded("cls", 4), random_images(1, (14, 14)), 3)
+    report = pb.diagnose(seeded("cls", 4), random_images(1, (14, 14)), 3)
     assert report.cv_patches.mean == 0 and report.cv.mean > 0
 
 
@@ -259,12 +259,12 @@ def test_modes_at_the_null_are_called_random(images):
     report = pb.diagnose(probe, normal(2, 1, 40, 64), 4)
     assert report.cv.mean == pytest.approx(report.cv_null, rel=0.3)
     assert "indistinguishable from a random direction" in report.advice and report.advice in str(report)
-    assert "indistinguishable" not in pb.diagnose(embedded("cls", 4), images[:1], 4).advice
+    assert "indistinguishable" not in pb.diagnose(seeded("cls", 4), images[:1], 4).advice
 
 
 def test_progress_counts_samples_and_the_batch_size_changes_nothing(images):
     seen: list[int] = []
-    probe = embedded("cls", 4)
+    probe = seeded("cls", 4)
     one = pb.diagnose(probe, images, 4, "krylov", batch_size=1, slq_probes=2, on_progress=seen.append)
     all_at_once = pb.diagnose(probe, images, 4, "krylov", batch_size=3, slq_probes=2)
     assert seen == [1, 1, 1]

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 import pullback as pb
+from families import seeded_vit
 from geometry.truth import FunctionProbe, normal, random_images, truth_of
 from pullback.errors import DecoderError, ImageError, PullbackError
 
@@ -98,8 +99,8 @@ def test_every_sample_has_its_own_value_and_stream():
 
 @pytest.mark.parametrize("size", [(56, 56), (28, 42)], ids=["square", "oblong"])
 @pytest.mark.parametrize("after_norm", [True, False])
-def test_the_multi_layer_probe_of_the_embedded_model(size, after_norm):
-    probe = pb.multi_layer_probe("seeded-vit", "depth-4x4", device="cpu", dtype=torch.float64, after_norm=after_norm)
+def test_the_multi_layer_probe_of_a_dense_model(size, after_norm):
+    probe = pb.multi_layer_probe(seeded_vit(), "depth-4x4", after_norm=after_norm)
     images = random_images(1, size)
     features = probe.features(images)
     jacobian = pb.JacobianOperator(probe, features).dense()[0].unflatten(1, features.shape[1:])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import pullback as pb
-from geometry.truth import FunctionProbe, embedded, load_embedded, normal, random_images, truth_of, with_singular_values
+from geometry.truth import FunctionProbe, load_seeded, normal, random_images, seeded, truth_of, with_singular_values
 from pullback.errors import ImageError, PullbackError, RankError
 from pullback.geometry import Spectrum
 
@@ -26,7 +26,7 @@ def misalignment(modes, truth, rank: int):
 
 @pytest.mark.parametrize(("decoder", "layer"), PROBES)
 def test_exact_is_the_svd(decoder, layer):
-    probe, images = embedded(decoder, layer), random_images()
+    probe, images = seeded(decoder, layer), random_images()
     truth = truth_of(probe, images)
     values, right = truth.svd
     found = pb.spectrum(probe, images, RANK, "exact", with_effective_rank=True)
@@ -42,7 +42,7 @@ def test_exact_is_the_svd(decoder, layer):
 
 @pytest.mark.parametrize("layer", [1, 4])
 def test_krylov_is_the_svd_within_its_error_bars(layer):
-    probe, images = embedded("cls", layer), random_images()
+    probe, images = seeded("cls", layer), random_images()
     truth = truth_of(probe, images)
     found = pb.spectrum(probe, images, RANK, "krylov", with_effective_rank=True)
     assert found.method == "krylov" and found.full is None
@@ -56,7 +56,7 @@ def test_krylov_is_the_svd_within_its_error_bars(layer):
 
 
 def test_asked_for_smaller_errors_krylov_finds_the_modes():
-    probe, images = embedded("depth-4x4", 3), random_images(2)
+    probe, images = seeded("depth-4x4", 3), random_images(2)
     truth = truth_of(probe, images)
     found = pb.spectrum(probe, images, RANK, "krylov", rtol=1e-4)
     assert (found.kappa.relative_se[:, -1] <= 1e-4).all()
@@ -67,7 +67,7 @@ def test_asked_for_smaller_errors_krylov_finds_the_modes():
 def test_paper_is_algorithm_2_biased_low():
     """Power iteration with plain Hutchinson: its columns are orthonormal, its energies too small, its kappa within the
     printed error all the same."""
-    probe, images = embedded("cls", 1), random_images()
+    probe, images = seeded("cls", 1), random_images()
     truth = truth_of(probe, images)
     found = pb.spectrum(probe, images, RANK, "paper", power_iters=2, sketch_width=RANK + 2)
     assert found.method == "paper"
@@ -83,7 +83,7 @@ def test_paper_is_algorithm_2_biased_low():
 
 
 def test_auto_takes_the_exact_route_where_it_is_cheaper():
-    few_outputs = pb.spectrum(embedded("depth-4x4", 4), random_images(1), RANK)
+    few_outputs = pb.spectrum(seeded("depth-4x4", 4), random_images(1), RANK)
     assert few_outputs.method == "exact" and few_outputs.products.vjp == 16 and few_outputs.products.jvp == 0
     sigma = [0.9**j for j in range(600)]
     many = pb.spectrum(with_singular_values(sigma, 60, 10, 600), normal(1, 1, 60, 10), 2)
@@ -92,7 +92,7 @@ def test_auto_takes_the_exact_route_where_it_is_cheaper():
 
 @pytest.mark.parametrize("method", ["exact", "krylov", "paper"])
 def test_the_batch_axis_is_always_there(method):
-    found = pb.spectrum(embedded("cls", 4), random_images(1), RANK, method)
+    found = pb.spectrum(seeded("cls", 4), random_images(1), RANK, method)
     assert found.singular_values.shape == found.kappa.value.shape == (1, RANK)
     assert found.modes.shape == (1, RANK, 17, 64) and found.total.value.shape == (1,)
     assert pb.token_importance(found).shape == (1, 17)
@@ -102,17 +102,17 @@ def test_the_batch_axis_is_always_there(method):
 @pytest.mark.parametrize("method", ["auto", "exact", "krylov", "paper"])
 def test_a_rank_above_the_smaller_side_is_refused(method):
     with pytest.raises(RankError, match=r"rank: expected 1 <= rank <= 16, .* got 17\. Ask for rank=16"):
-        pb.spectrum(embedded("depth-4x4", 4), random_images(1), 17, method)
+        pb.spectrum(seeded("depth-4x4", 4), random_images(1), 17, method)
 
 
 @pytest.mark.parametrize("rank", [0, -1])
 def test_a_rank_below_one_is_refused(rank):
     with pytest.raises(RankError, match=f"expected 1 <= rank <= 64, .* got {rank}"):
-        pb.spectrum(embedded("cls", 4), random_images(1), rank)
+        pb.spectrum(seeded("cls", 4), random_images(1), rank)
 
 
 def test_bad_arguments_are_named():
-    probe, images = embedded("cls", 4), random_images(1)
+    probe, images = seeded("cls", 4), random_images(1)
     with pytest.raises(ImageError, match="at least one image, got an empty batch"):
         pb.spectrum(probe, images[:0], RANK)
     with pytest.raises(ValueError, match="method: expected one of auto, krylov, paper, exact, got 'lanczos'"):
@@ -122,7 +122,7 @@ def test_bad_arguments_are_named():
 
 
 def test_the_full_rank_is_allowed():
-    probe, images = embedded("depth-4x4", 4), random_images(2)
+    probe, images = seeded("depth-4x4", 4), random_images(2)
     found = pb.spectrum(probe, images, 16)
     torch.testing.assert_close(found.kappa.value[:, -1], torch.ones(2).double())
     torch.testing.assert_close(found.metric().importance(), block_norms(truth_of(probe, images)))
@@ -134,7 +134,7 @@ def block_norms(truth):
 
 
 def test_importance_is_its_definition():
-    probe, images = embedded("cls", 1), random_images()
+    probe, images = seeded("cls", 1), random_images()
     truth = truth_of(probe, images)
     values, right = truth.svd
     expected = torch.stack(
@@ -150,7 +150,7 @@ def test_importance_is_its_definition():
 
 
 def test_the_metric_measures_the_first_order_change_of_the_output():
-    probe, images = embedded("depth-4x4", 4), random_images(2)
+    probe, images = seeded("depth-4x4", 4), random_images(2)
     truth = truth_of(probe, images)
     metric = pb.spectrum(probe, images, 16).metric(floor=0.25)
     step = normal(2, 17, 64, seed=1)
@@ -172,7 +172,7 @@ def numbers(found: Spectrum) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("method", ["krylov", "paper", "exact"])
 def test_the_batch_size_does_not_change_the_numbers(method):
-    probe, images = embedded("cls", 4), random_images(5)
+    probe, images = seeded("cls", 4), random_images(5)
     together, alone, uneven = (
         pb.spectrum(probe, images, RANK, method, with_effective_rank=True, seed=3, batch_size=size)
         for size in (5, 1, 2)
@@ -184,7 +184,7 @@ def test_the_batch_size_does_not_change_the_numbers(method):
 
 
 def test_the_same_seed_gives_the_same_numbers_and_another_seed_others():
-    probe, images = embedded("cls", 4), random_images(2)
+    probe, images = seeded("cls", 4), random_images(2)
     first, again, other = (pb.spectrum(probe, images, RANK, "krylov", seed=seed) for seed in (1, 1, 2))
     assert torch.equal(first.kappa.value, again.kappa.value) and torch.equal(first.modes, again.modes)
     assert (first.kappa.value != other.kappa.value).any() and (first.seed, other.seed) == (1, 2)
@@ -192,8 +192,8 @@ def test_the_same_seed_gives_the_same_numbers_and_another_seed_others():
 
 def test_the_spectrum_of_an_output_metric_is_that_of_its_factor_times_j():
     factor = normal(64, 5, seed=2)
-    probe, images = load_embedded("cls", output_metric=factor), random_images(2)
-    weighted = factor.T @ truth_of(embedded("cls", 4), images).jacobian.flatten(2)
+    probe, images = load_seeded("cls", output_metric=factor), random_images(2)
+    weighted = factor.T @ truth_of(seeded("cls", 4), images).jacobian.flatten(2)
     torch.testing.assert_close(pb.spectrum(probe, images, 5).singular_values, torch.linalg.svdvals(weighted))
 
 
@@ -231,7 +231,7 @@ def test_products_are_those_of_the_sample_that_took_most():
 
 
 def test_the_papers_method_finds_more_energy_with_its_rayleigh_ritz_twin():
-    probe = pb.load_probe("seeded-vit", decoder="cls", layer=3, dtype=torch.float64, device="cpu")
+    probe = seeded("cls", 3)
     images = torch.randn(2, 3, 56, 56, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     literal, rotated = (
         pb.spectrum(probe, images, rank=4, method="paper", sketch_width=12, rayleigh_ritz=twin).singular_values

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import pullback as pb
+from families import seeded_vit
 from pullback.layout import TokenLayout
 from pullback.operators import differentiable_attention
 from pullback.probes import ProbeMap
@@ -20,12 +21,12 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 
 @lru_cache
-def embedded(decoder: str, layer: int) -> ProbeMap:
-    return load_embedded(decoder, layer)
+def seeded(decoder: str, layer: int) -> ProbeMap:
+    return load_seeded(decoder, layer)
 
 
-def load_embedded(decoder: str | Callable[[Tensor], Tensor], layer: int = 4, **options: object) -> ProbeMap:
-    return pb.load_probe("seeded-vit", decoder=decoder, layer=layer, device="cpu", dtype=torch.float64, **options)
+def load_seeded(decoder: str | Callable[[Tensor], Tensor], layer: int = 4, **options: object) -> ProbeMap:
+    return pb.load_probe(seeded_vit(), decoder=decoder, layer=layer, **options)
 
 
 def random_images(batch: int = 3, size: tuple[int, int] = (56, 56), seed: int = 0) -> Tensor:

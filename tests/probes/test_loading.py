@@ -13,7 +13,8 @@ from pullback.backbones import Preprocessing
 from pullback.data.images import IMAGENET_MEAN as MEAN
 from pullback.data.images import IMAGENET_STD as STD
 from pullback.data.images import read_images
-from pullback.data.synthetic import draw_pictures
+from pullback.data.scenes import render
+from pullback.demo import write_pictures
 from pullback.errors import DecoderError, ImageError, ModelError, NumericsError, ShapeError
 from pullback.operators import JacobianOperator, check_sensitive
 
@@ -136,8 +137,8 @@ def test_a_users_module_is_a_decoder_of_the_normalised_tokens():
 
 
 def test_images_are_resized_as_the_backbone_wants(tmp_path):
-    draw_pictures(tmp_path, count=1)
-    probe = pb.load_probe("seeded-vit", "cls", 0, device="cpu")
+    write_pictures(render([0], size=96), tmp_path)
+    probe = pb.load_probe(model_of("dinov2"), "cls", 0)
     nearest = replace(probe, backbone=replace(probe.backbone, preprocessing=Preprocessing(MEAN, STD, 56, "nearest")))
     bicubic = replace(probe, backbone=replace(probe.backbone, preprocessing=Preprocessing(MEAN, STD, 56, "bicubic")))
     for chosen in ("nearest", "bicubic"):

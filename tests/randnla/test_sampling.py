@@ -34,3 +34,10 @@ def test_samples_outside_the_mask_do_not_advance():
     drawn = streams.gaussian(3, 1, torch.float64, only=torch.tensor([True, False]))
     assert torch.equal(drawn[1], torch.zeros(3, 1, dtype=torch.float64))
     assert torch.equal(streams.gaussian(3, 1, torch.float64)[1], untouched.gaussian(3, 1, torch.float64)[1])
+
+
+def test_streams_with_seeds_of_their_own_do_not_know_their_neighbours():
+    together = Streams.from_seeds([7, 2**64 - 1, 9]).gaussian(5, 3, torch.float64)
+    turned = Streams.from_seeds([9, 7, 2**64 - 1]).gaussian(5, 3, torch.float64)
+    assert torch.equal(together, turned[[1, 2, 0]])
+    assert not torch.isclose(together[0], together[2]).any()

@@ -58,3 +58,25 @@ def folder(document, tmp_path) -> Path:
     files.write_json(tmp_path / files.DIAGNOSIS, document)
     files.write_arrays(tmp_path / files.IMPORTANCE, arrays)
     return tmp_path
+
+
+@pytest.fixture
+def scenes(tmp_path) -> Path:
+    """Two scenes of a model with two tasks; the second picture is half sky."""
+    random = np.random.default_rng(1)
+    depth = random.uniform(1, 20, (2, 42, 56))
+    depth[1, :21] = 0
+    arrays = {
+        "model": np.array("some-vit"),
+        "captions": np.array(["room: tower of boxes", "open ground: row of spheres"]),
+        "pictures": random.integers(0, 255, (2, 42, 56, 3), dtype=np.uint8),
+        "true_depth": depth.astype(np.float32),
+        "predicted_depth": (1.1 * depth + 0.1).astype(np.float32),
+        "abs_rel": np.array([0.1, 0.2], dtype=np.float32),
+        "tasks": np.array(["cls, L08", "depth-4x4, L05"]),
+        "energy": random.random((2, 2, 3, 4), dtype=np.float32),
+    }
+    folder = tmp_path / "scenes"
+    folder.mkdir()
+    files.write_arrays(folder / files.SCENES, arrays)
+    return folder

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -10,6 +11,7 @@ from pullback.report import files
 from pullback.report.console import diagnosis_summary
 
 figures = pytest.importorskip("pullback.report.figures", exc_type=ImportError)
+canvas = pytest.importorskip("pullback.report.canvas", exc_type=ImportError)
 
 NULL = "CV 0.260 is indistinguishable from a random direction (null 0.250): the modes have probably not converged."
 
@@ -78,11 +80,25 @@ def test_figures_are_drawn_for_every_layer_and_old_ones_removed(folder):
     assert not (folder / "tokens_L09.png").exists()
 
 
+def test_scenes_have_one_figure(scenes):
+    assert figures.draw_all(scenes) == ["scenes.png"]
+    assert (scenes / "scenes.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("theme", ["LIGHT", "DARK"])
+def test_scenes_survive_a_picture_that_is_all_sky_and_a_task_that_sees_nothing(scenes, theme):
+    arrays = files.read_scenes(scenes)
+    arrays["true_depth"][1] = 0
+    arrays["energy"][0] = 0
+    arrays["abs_rel"][1] = np.nan
+    assert figures.scenes_png(arrays, getattr(canvas, theme), 40).startswith(b"\x89PNG")
+
+
 @pytest.mark.parametrize("theme", ["LIGHT", "DARK"])
 def test_figures_survive_extreme_numbers(folder, theme):
     """One image, one direction, energy on the class token alone, no error at all."""
     document, arrays = files.read_diagnosis(folder), files.read_importance(folder)
-    (entry, _), chosen = document["layers"], getattr(figures, theme)
+    (entry, _), chosen = document["layers"], getattr(canvas, theme)
     entry["per_image"] = [{"file": "0.png", "singular_values": [1.0], "energy": 1.0, "energy_se": 0.0}]
     document.update(layers=[entry], image_files=["0.png"])
     arrays["L02"][:, 1:] = 0
@@ -91,7 +107,7 @@ def test_figures_survive_extreme_numbers(folder, theme):
     assert figures.tokens_png(entry, arrays, chosen, 40).startswith(b"\x89PNG")
 
 
-def test_the_report_needs_no_torch(folder):
+def test_the_report_needs_no_torch(folder, scenes):
     (folder / "run").mkdir()
     for name in (files.DIAGNOSIS, files.IMPORTANCE):
         (folder / name).rename(folder / "run" / name)
@@ -99,12 +115,12 @@ def test_the_report_needs_no_torch(folder):
         "import sys\nfor name in ('torch', 'transformers', 'scipy'): sys.modules[name] = None\n"
         "from pathlib import Path\nfrom pullback.report.figures import draw_all\n"
         "from pullback.report.page import write_page\nout = Path(sys.argv[1])\n"
-        "draw_all(out / 'run')\nprint(write_page(out, ['run'], 'a <note>'))"
+        "draw_all(out / 'run')\ndraw_all(out / 'scenes')\nprint(write_page(out, ['run'], 'a <note>', 'scenes'))"
     )
     done = subprocess.run([sys.executable, "-c", code, folder], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     page = (folder / "index.html").read_text(encoding="utf-8")
-    assert "a &lt;note&gt;" in page and "40.0 ± 1.0 %" in page and page.count("data:image/png;base64,") == 6
+    assert "a &lt;note&gt;" in page and "40.0 ± 1.0 %" in page and page.count("data:image/png;base64,") == 8
 
 
 def test_the_page_calls_a_cv_at_its_null_random(folder, document):

@@ -43,7 +43,7 @@ def test_small_wordings():
     ("model", "name"),
     [
         ("facebook/dinov2-base", "facebook/dinov2-base"),
-        ("seeded-vit", "seeded-vit"),
+        ("tiny-scenes", "tiny-scenes"),
         ("/data/models/dinov2-small/", "dinov2-small"),
         ("../shared/models/dinov2-small", "dinov2-small"),
     ],

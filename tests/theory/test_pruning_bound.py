@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import pullback as pb
+from families import seeded_vit
 from pullback.operators import JacobianOperator
 from theory.spectra import normal
 
@@ -111,7 +112,7 @@ def test_with_equal_residuals_the_lowest_block_norms_minimise_the_bound():
 def test_the_premise_fails_in_a_transformer_kept_tokens_do_change():
     """The proof takes kept tokens as unchanged. They attended to the pruned ones, so they are not, and the bound then
     says nothing: with a perfect correction of the pruned tokens it would promise zero error."""
-    probe = pb.load_probe("seeded-vit", decoder="mean", layer=2, dtype=torch.float64)
+    probe = pb.load_probe(seeded_vit(), decoder="mean", layer=2)
     backbone = probe.backbone
     start = probe.features(normal(1, 3, 56, 56, seed=0))
     layout = probe.token_layout(start)

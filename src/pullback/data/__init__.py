@@ -1,23 +1,32 @@
 """Tensors from disk."""
 
+from pullback.data.crops import Crop, random_crop, read_crop
 from pullback.data.images import (
     IMAGENET_MEAN,
     IMAGENET_STD,
     ImageBatch,
+    PixelFormat,
     SkippedImage,
     find_images,
     iter_images,
     load_images,
     read_images,
 )
+from pullback.data.sources import Source, open_source
 
 __all__ = [
     "IMAGENET_MEAN",
     "IMAGENET_STD",
+    "Crop",
     "ImageBatch",
+    "PixelFormat",
     "SkippedImage",
+    "Source",
     "find_images",
     "iter_images",
     "load_images",
+    "open_source",
+    "random_crop",
+    "read_crop",
     "read_images",
 ]

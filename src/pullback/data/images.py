@@ -10,9 +10,10 @@ import glob
 import os
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import BinaryIO, TypeAlias
 
 import numpy as np
 import torch
@@ -35,6 +36,42 @@ _NAMED_IN_MESSAGES = 5
 
 PathLike: TypeAlias = "str | os.PathLike[str]"
 ImageSource: TypeAlias = "PathLike | Sequence[PathLike]"
+
+
+@dataclass(frozen=True)
+class PixelFormat:
+    """What a backbone wants to see: (height, width), per-channel mean and std of RGB in [0, 1], Pillow's filter."""
+
+    size: tuple[int, int]
+    mean: tuple[float, ...] = IMAGENET_MEAN
+    std: tuple[float, ...] = IMAGENET_STD
+    interpolation: str = "bicubic"
+
+    @classmethod
+    def of(
+        cls,
+        size: int | tuple[int, int],
+        mean: Sequence[float] = IMAGENET_MEAN,
+        std: Sequence[float] = IMAGENET_STD,
+        interpolation: str = "bicubic",
+    ) -> PixelFormat:
+        """Checked; an int is the side of a square."""
+        if not hasattr(Image.Resampling, interpolation.upper()):
+            names = ", ".join(choice.name.lower() for choice in Image.Resampling)
+            raise ImageError(f"interpolation={interpolation!r}: expected one of {names}.")
+        if len(mean) != 3 or len(std) != 3 or min(std) <= 0:
+            raise ImageError(f"mean={tuple(mean)}, std={tuple(std)}: expected three numbers each, std positive.")
+        return cls(_checked_size(size), tuple(mean), tuple(std), interpolation)
+
+    @property
+    def resample(self) -> Image.Resampling:
+        return Image.Resampling[self.interpolation.upper()]
+
+    def tensor(self, rgb: Image.Image) -> Tensor:
+        """[3, H, W], normalised, float32."""
+        mean, std = (torch.tensor(values, dtype=torch.float32).view(3, 1, 1) for values in (self.mean, self.std))
+        pixels = torch.from_numpy(np.array(rgb)).permute(2, 0, 1).float() / 255  # [3, H, W]
+        return ((pixels - mean) / std).contiguous()
 
 
 @dataclass(frozen=True)
@@ -126,18 +163,9 @@ def iter_images(
 
     Arguments are checked and files are listed at the call; files are opened as the iterator advances.
     """
-    crop = _checked_size(size)
     if limit is not None and limit < 1:
         raise ImageError(f"limit={limit}: expected a positive number of images, or None for all of them.")
-    resample = getattr(Image.Resampling, interpolation.upper(), None)
-    if resample is None:
-        names = ", ".join(choice.name.lower() for choice in Image.Resampling)
-        raise ImageError(f"interpolation={interpolation!r}: expected one of {names}.")
-    if len(mean) != 3 or len(std) != 3 or min(std) <= 0:
-        raise ImageError(f"mean={tuple(mean)}, std={tuple(std)}: expected three numbers each, std positive.")
-    centre = torch.tensor(mean, dtype=torch.float32).view(3, 1, 1)
-    spread = torch.tensor(std, dtype=torch.float32).view(3, 1, 1)
-    return _stream(find_images(path), crop, centre, spread, limit, resample)
+    return _stream(find_images(path), PixelFormat.of(size, mean, std, interpolation), limit)
 
 
 def find_images(path: ImageSource) -> list[Path]:
@@ -180,34 +208,31 @@ def _is_hidden(relative: Path) -> bool:
 
 
 def _stream(
-    files: Sequence[Path],
-    crop: tuple[int, int],
-    mean: Tensor,
-    std: Tensor,
-    limit: int | None,
-    resample: Image.Resampling,
+    files: Sequence[Path], wanted: PixelFormat, limit: int | None
 ) -> Iterator[tuple[Path, Tensor | SkippedImage]]:
     good = 0
     for file in files:
         try:
-            rgb = _read_crop(file, crop, resample)
-        except _Unusable as error:
-            yield file, SkippedImage(file, str(error))
+            if file.stat().st_size == 0:
+                raise Unusable("empty file (0 bytes)")
+            rgb = centre_crop(file, wanted)
         except Exception as error:  # on a damaged file Pillow's decoders raise nearly anything
-            yield file, SkippedImage(file, _reason(error))
+            yield file, SkippedImage(file, reason_of(error))
         else:
-            pixels = torch.from_numpy(np.array(rgb)).permute(2, 0, 1).float() / 255  # [3, H, W]
-            yield file, ((pixels - mean) / std).contiguous()
+            yield file, wanted.tensor(rgb)
             good += 1
             if good == limit:
                 return
 
 
-class _Unusable(Exception):
+class Unusable(Exception):
     """A reason of our own to skip a file."""
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
+    """Why an image was skipped, in words."""
+    if isinstance(error, Unusable):
+        return str(error)
     if isinstance(error, Image.DecompressionBombError | Image.DecompressionBombWarning):
         return f"image bomb: {error}"
     if isinstance(error, UnidentifiedImageError):
@@ -215,26 +240,30 @@ def _reason(error: Exception) -> str:
     return f"cannot be decoded: {error or type(error).__name__}"
 
 
-def _read_crop(file: Path, crop: tuple[int, int], resample: Image.Resampling) -> Image.Image:
+def centre_crop(file: Path | BinaryIO, wanted: PixelFormat) -> Image.Image:
     """Open, turn upright, convert to RGB, resize and crop; the size in the header is checked before decoding."""
-    if file.stat().st_size == 0:
-        raise _Unusable("empty file (0 bytes)")
-    with Image.open(file, formats=_FORMATS) as image:
-        _check_pixels(image.width, image.height, "has")
-        upright = ImageOps.exif_transpose(image)
-        scaled = _scaled_size(upright.width, upright.height, crop)
+    with upright(file) as image:
+        scaled = _scaled_size(image.width, image.height, wanted.size)
         _check_pixels(*scaled, "would have, once resized,")
-        rgb = _to_rgb(upright)
+        rgb = to_rgb(image)
     if rgb.size != scaled:
-        rgb = rgb.resize(scaled, resample)
-    height, width = crop
+        rgb = rgb.resize(scaled, wanted.resample)
+    height, width = wanted.size
     left, top = (rgb.width - width) // 2, (rgb.height - height) // 2
     return rgb.crop((left, top, left + width, top + height))
 
 
+@contextmanager
+def upright(file: Path | BinaryIO) -> Iterator[Image.Image]:
+    """An image turned by its EXIF orientation, not converted; a bomb is refused by its header."""
+    with Image.open(file, formats=_FORMATS) as image:
+        _check_pixels(image.width, image.height, "has")
+        yield ImageOps.exif_transpose(image)
+
+
 def _check_pixels(width: int, height: int, verb: str) -> None:
     if width * height > MAX_PIXELS:
-        raise _Unusable(f"image bomb: {verb} {width}×{height} = {width * height} pixels, the limit is {MAX_PIXELS}")
+        raise Unusable(f"image bomb: {verb} {width}×{height} = {width * height} pixels, the limit is {MAX_PIXELS}")
 
 
 def _scaled_size(width: int, height: int, crop: tuple[int, int]) -> tuple[int, int]:
@@ -246,12 +275,12 @@ def _scaled_size(width: int, height: int, crop: tuple[int, int]) -> tuple[int, i
     return cover_w, cover_w * height // width
 
 
-def _to_rgb(image: Image.Image) -> Image.Image:
+def to_rgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I"):  # 16-bit gray; Pillow's own conversion clips at 255 or depends on its version
         values = np.asarray(image).astype(np.int64).clip(0, 65535)
         image = Image.fromarray(np.rint(values / 257).astype(np.uint8))
     elif image.mode == "F":
-        raise _Unusable("floating-point pixels have no agreed range; save the image with 8 or 16 bits")
+        raise Unusable("floating-point pixels have no agreed range; save the image with 8 or 16 bits")
     elif image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")  # straight to RGB, Pillow warns about the transparency
     return image.convert("RGB")

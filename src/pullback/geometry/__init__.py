@@ -1,5 +1,6 @@
 """What the Jacobian says about a backbone and its decoder: spectrum, importance, tractability."""
 
+from pullback.geometry.block_norms import BlockNorms, block_norms, exact_block_norms
 from pullback.geometry.concentration import coefficient_of_variation, null_cv
 from pullback.geometry.convergence import ConvergenceRow, convergence_table
 from pullback.geometry.multiplicity import layer_multiplicity
@@ -9,6 +10,7 @@ from pullback.geometry.summary import Summary
 from pullback.geometry.tractability import SampleDiagnosis, Tractability, diagnose
 
 __all__ = [
+    "BlockNorms",
     "ConvergenceRow",
     "Regime",
     "SampleDiagnosis",
@@ -16,10 +18,12 @@ __all__ = [
     "Summary",
     "Thresholds",
     "Tractability",
+    "block_norms",
     "classify",
     "coefficient_of_variation",
     "convergence_table",
     "diagnose",
+    "exact_block_norms",
     "layer_multiplicity",
     "null_cv",
     "spectrum",

@@ -1,10 +1,11 @@
-"""Samples through the sketch, as many at a time as memory holds."""
+"""Samples through a computation, as many at a time as memory holds."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ from pullback.randnla import Sketch, Streams, sketch
 MAX_SAMPLES = {"cpu": 2, "cuda": 64}
 DENSE_SHARE = 0.15
 """The part of free memory that the dense J of one sample may take."""
+
+_Result = TypeVar("_Result")
 
 
 class Probe(Protocol):
@@ -64,19 +67,29 @@ def sketch_in_batches(
 
     Each sample has its own random stream, so results do not depend on the batch size (with ``rtol``, only within it:
     probes are added for a batch as a whole)."""
-    if batch_size is not None and batch_size < 1:
-        raise PullbackError(f"batch_size: expected at least 1, or None for as many as memory holds, got {batch_size}.")
-    size = batch_size or samples_that_fit(probe, features, rank)
+    size = checked_batch_size(batch_size) or samples_that_fit(probe, features, rank)
     dense_share = DENSE_SHARE * free_bytes(features.device)
-    first = 0
-    while first < len(features):
-        part = features[first : first + size]
+
+    def work(part: Tensor, first: int) -> Sketched:
         streams = Streams.from_seed(seed, len(part), part.device, first)
         # 'auto' must choose alike for every batch size, so the limit grows with the batch
         limit = dense_share * len(part)
+        return Sketched(first, _sketch(probe, part, first, rank, precision, limit, streams, knobs))
+
+    return in_batches(work, features, size)
+
+
+def in_batches(work: Callable[[Tensor, int], _Result], features: Tensor, size: int) -> Iterator[_Result]:
+    """work(part, first) for the samples first, first + 1, ... of each part, halving it when memory runs out.
+
+    What was finished before has then been handed over, and is not done again.
+    """
+    first = 0
+    while first < len(features):
+        part = features[first : first + size]
         result = None
         try:
-            result = _sketch(probe, part, first, rank, precision, max_dense_bytes=limit, streams=streams, **knobs)
+            result = work(part, first)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error) or len(part) == 1:
                 raise
@@ -85,22 +98,42 @@ def sketch_in_batches(
             if features.device.type == "cuda":
                 torch.cuda.empty_cache()
             continue
-        yield Sketched(first, result)
+        yield result
         first += len(part)
 
 
+def checked_batch_size(batch_size: int | None) -> int | None:
+    if batch_size is not None and batch_size < 1:
+        raise PullbackError(f"batch_size: expected at least 1, or None for as many as memory holds, got {batch_size}.")
+    return batch_size
+
+
 def _sketch(
-    probe: Probe, part: Tensor, first: int, rank: int, precision: str, *, streams: Streams, **knobs: Any
+    probe: Probe,
+    part: Tensor,
+    first: int,
+    rank: int,
+    precision: str,
+    limit: float,
+    streams: Streams,
+    knobs: dict[str, Any],
 ) -> Sketch:
     """A function of its own, so that the operator is gone before the next batch is linearised."""
     operator = JacobianOperator(probe, part, precision=precision)
-    try:
-        result = sketch(operator, rank, streams=streams, **knobs)
-    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # what eigh says to NaN
-        check_sensitive((operator @ streams.gaussian(operator.cols, 1, operator.dtype)).square().sum((1, 2)), first)
-        raise
+    with finite_products(operator, streams, first):
+        result = sketch(operator, rank, max_dense_bytes=limit, streams=streams, **knobs)
     check_sensitive(result.total.value, first)
     return result
+
+
+@contextmanager
+def finite_products(operator: JacobianOperator, streams: Streams, first: int) -> Iterator[None]:
+    """What eigh says to NaN, said of the samples ``first``, ``first`` + 1, ... that cause it."""
+    try:
+        yield
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+        check_sensitive((operator @ streams.gaussian(operator.cols, 1, operator.dtype)).square().sum((1, 2)), first)
+        raise
 
 
 def samples_that_fit(probe: Probe, features: Tensor, rank: int) -> int:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pullback.backbones import Backbone, LinearizedBlock
-from pullback.data.images import ImageBatch, ImageSource, read_images
+from pullback.data.images import ImageBatch, ImageSource, PixelFormat, read_images
 from pullback.decoders import Decoder, OutputMetric, TaskDistance, factor_at
 from pullback.errors import DecoderError, ShapeError
 from pullback.layout import TokenLayout
@@ -34,15 +34,15 @@ class WithImages:
         self, path: ImageSource, size: int | tuple[int, int] | None = None, limit: int | None = None
     ) -> ImageBatch:
         """Images with this backbone's normalisation and size, and which files were skipped."""
-        wanted = self.backbone.preprocessing
+        wanted = self.pixel_format(size)
         return read_images(
-            path,
-            wanted.size if size is None else size,
-            mean=wanted.mean,
-            std=wanted.std,
-            limit=limit,
-            interpolation=wanted.interpolation,
+            path, wanted.size, mean=wanted.mean, std=wanted.std, limit=limit, interpolation=wanted.interpolation
         )
+
+    def pixel_format(self, size: int | tuple[int, int] | None = None) -> PixelFormat:
+        """What this backbone wants to see, at its own size or another."""
+        wanted = self.backbone.preprocessing
+        return PixelFormat.of(wanted.size if size is None else size, wanted.mean, wanted.std, wanted.interpolation)
 
     def load_images(
         self, path: ImageSource, size: int | tuple[int, int] | None = None, limit: int | None = None

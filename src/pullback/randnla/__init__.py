@@ -1,6 +1,7 @@
 """Randomised numerical linear algebra on operators that are only multiplied with."""
 
 from pullback.randnla.estimate import Estimate
+from pullback.randnla.output_space import OutputSpace, krylov_outputs, pulled_outputs
 from pullback.randnla.sampling import Streams
 from pullback.randnla.sketch import Sketch, sketch
 from pullback.randnla.slq import effective_rank, effective_rank_from_spectrum
@@ -9,6 +10,7 @@ from pullback.randnla.trace import deflated_hutchinson, hutchinson
 
 __all__ = [
     "Estimate",
+    "OutputSpace",
     "Sketch",
     "Streams",
     "Svd",
@@ -18,6 +20,8 @@ __all__ = [
     "effective_rank_from_spectrum",
     "exact_svd",
     "hutchinson",
+    "krylov_outputs",
     "power_iteration",
+    "pulled_outputs",
     "sketch",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +22,11 @@ class Streams:
         """Streams of samples first, first + 1, ..., so that a data set may be cut into batches anywhere."""
         indices = range(first, first + batch)
         return cls(tuple(torch.Generator(device).manual_seed(_mix(seed, index)) for index in indices))
+
+    @classmethod
+    def from_seeds(cls, seeds: Sequence[int], device: torch.device | str = "cpu") -> Streams:
+        """One stream per seed, for samples that have a seed of their own instead of a place in a data set."""
+        return cls(tuple(torch.Generator(device).manual_seed(_splitmix(seed & _WORD)) for seed in seeds))
 
     def __len__(self) -> int:
         return len(self.generators)

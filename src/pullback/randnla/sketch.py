@@ -99,7 +99,7 @@ def sketch(
         right=svd.right,
         spectrum=svd.spectrum,
         total=total,
-        kappa=_capture_ratio(svd, total, deflated=method == "krylov"),
+        kappa=capture_ratio(svd, total, deflated=method == "krylov"),
         effective_rank=effective,
         method=method,
         products=op.products - spent,
@@ -144,7 +144,7 @@ def _trace_noise(probes: Tensor, probe_images: Tensor, rtol: float | None) -> Ca
     return tolerance
 
 
-def _capture_ratio(svd: Svd, total: Estimate, deflated: bool) -> Estimate:
+def capture_ratio(svd: Svd, total: Estimate, deflated: bool) -> Estimate:
     """kappa_j = a_j / T. Given the basis, a_j is a constant, also where T = captured + tail contains it: the relative
     noise of T is that of kappa. The truncation error of a_j adds to it, which is at most the tail (Ky Fan); twice the
     estimated tail is beyond its noise.

@@ -29,6 +29,7 @@ class Svd:
     image: Tensor | None = None  # J V [B, m, K]
     reach: Tensor | None = None  # [B, K]: see KrylovSpace; None when the basis is no Krylov space
     spectrum: Tensor | None = None  # [B, p]: all p = min(m, n) singular values, when known exactly
+    column_energies: Tensor | None = None  # [B, n], float64: squared norms of J's columns, when known exactly
 
     def deflation(self) -> tuple[Tensor, Tensor]:
         """Basis and image, for the estimators that deflate by them."""
@@ -119,8 +120,7 @@ def exact_svd(op: LinearOperator, rank: int, *, chunk: int = 8192) -> Svd:
     dense = op.dense()
     wide = op.rows <= op.cols
     thin = dense.mT if wide else dense  # the long side first: [B, max(m, n), p]
-    pieces = thin.split(chunk, dim=1)  # float64 copies of pieces only: J itself may fill the memory
-    small = sum((gram(piece, piece) for piece in pieces[1:]), gram(pieces[0], pieces[0]))
+    small, squares = _products_and_rows(thin, chunk)
     values, vectors = torch.linalg.eigh(small)
     spectrum = values.flip(-1).clamp_min(0).sqrt()
     leading = vectors.flip(-1)[..., :rank].to(op.dtype)
@@ -132,7 +132,29 @@ def exact_svd(op: LinearOperator, rank: int, *, chunk: int = 8192) -> Svd:
         right = right * (kept / torch.where(kept, norms, 1.0)).to(op.dtype)
     spectrum = spectrum.to(op.dtype)
     exactly = torch.zeros_like(spectrum[:, :rank])
-    return Svd(spectrum[:, :rank], right, exactly, op.products - spent, 1, spectrum=spectrum)
+    return Svd(
+        spectrum[:, :rank],
+        right,
+        exactly,
+        op.products - spent,
+        1,
+        spectrum=spectrum,
+        column_energies=squares if wide else small.diagonal(dim1=1, dim2=2),
+    )
+
+
+def _products_and_rows(thin: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+    """X^T X [B, p, p] and the squared norms [B, q] of the rows of X [B, q, p], in float64.
+
+    Only pieces of X are copied to float64: X itself may fill the memory.
+    """
+    small = thin.new_zeros(len(thin), thin.shape[2], thin.shape[2], dtype=torch.float64)
+    squares = []
+    for part in thin.split(chunk, dim=1):
+        piece = part.double()
+        small += gram(piece, piece)
+        squares.append(torch.linalg.vector_norm(piece, dim=2).square())
+    return small, torch.cat(squares, 1)
 
 
 def default_block(rank: int) -> int:

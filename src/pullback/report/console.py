@@ -171,9 +171,7 @@ def models_table(rows: list[tuple[str, str, str, str]]) -> Table:
     table.add_column("decoders")
     table.add_column("for example", no_wrap=True)
     table.add_column("transformers' model type", style="dim")
-    for index, (family, types, decoders, example) in enumerate(rows):
-        if family == "embedded" and index and rows[index - 1][0] != "embedded":
-            table.add_section()
+    for family, types, decoders, example in rows:
         table.add_row(family, decoders, example, types)
     return table
 

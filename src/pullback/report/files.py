@@ -17,6 +17,8 @@ from pullback.errors import PullbackError
 DIAGNOSIS = "diagnosis.json"
 IMPORTANCE = "importance.npz"
 SPECTRUM = "spectrum.png"
+SCENES = "scenes.npz"
+SCENES_FIGURE = "scenes.png"
 PAGE = "index.html"
 
 # A list of plain numbers that `json.dumps(indent=...)` spread over lines. No string holds a raw newline: none matches.
@@ -43,7 +45,17 @@ def read_diagnosis(folder: Path) -> dict[str, Any]:
 
 def read_importance(folder: Path) -> dict[str, np.ndarray]:
     """Per layer name [B, N]; `thumbnails` uint8 [b, h, w, 3], `grid` [2], `prefix`."""
-    with np.load(folder / IMPORTANCE, allow_pickle=False) as arrays:
+    return _read_arrays(folder / IMPORTANCE)
+
+
+def read_scenes(folder: Path) -> dict[str, np.ndarray]:
+    """`pictures` uint8 [b, h, w, 3] with `captions`, `true_depth` (0: sky), `predicted_depth` [b, h, w] and its
+    `abs_rel` [b]; `energy` of patches [t, b, rows, columns] for each of the `tasks`; the name of the `model`."""
+    return _read_arrays(folder / SCENES)
+
+
+def _read_arrays(path: Path) -> dict[str, np.ndarray]:
+    with np.load(path, allow_pickle=False) as arrays:
         return {name: arrays[name] for name in arrays.files}
 
 

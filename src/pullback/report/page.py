@@ -11,7 +11,10 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from pullback.report import figures, files
+from pullback.report import files
+from pullback.report.canvas import DARK, LIGHT, Theme
+from pullback.report.figures import spectrum_png, tokens_png
+from pullback.report.scenes_figure import scenes_png
 from pullback.report.style import CSS
 from pullback.report.wording import lower_bound, percent, plain, plus_minus, short_name, times
 
@@ -20,6 +23,11 @@ SPECTRUM_TEXT = (
     "Each line is the mean over the images of one layer: on the left the share of the Jacobian’s energy in its j-th "
     "direction, on the right the share κ(j) of the first j together, with bands of two standard errors. A line that "
     "reaches the dashed 90 % within the rank asked for means that a low-rank metric describes the task."
+)
+SCENES_TEXT = (
+    "Both depths in metres on one logarithmic scale, without the sky; AbsRel is the mean relative error. Right: how "
+    "much of each task’s energy a patch carries, seen from one of the layers below, where the share of the class token "
+    "is given too. Depth is measured in metres, so what is far counts most, and so does the sky, which nobody scores."
 )
 TOKENS_TEXT = (
     "Brighter patches carry more of the task: moving their features along the leading directions changes the output "
@@ -43,9 +51,11 @@ _COLUMNS: dict[str, Cell] = {
 }
 
 
-def write_page(out: Path, folders: Sequence[str], note: str = "") -> Path:
-    """`index.html` in ``out`` from the diagnoses in these folders below it."""
-    sections = "\n".join(_section(out / folder) for folder in folders)
+def write_page(out: Path, folders: Sequence[str], note: str = "", scenes: str | None = None) -> Path:
+    """`index.html` in ``out`` from the diagnoses in these folders below it, after the figure of its ``scenes``."""
+    sections = "\n".join(
+        ([] if scenes is None else [_scenes(out / scenes)]) + [_section(out / folder) for folder in folders]
+    )
     first = files.read_diagnosis(out / folders[0])
     versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
     warning = f'<p class="note">{escape(note)}</p>' if note else ""
@@ -80,17 +90,24 @@ singular vectors on which tokens they live. Every number below is a mean over im
     return page
 
 
+def _scenes(folder: Path) -> str:
+    arrays = files.read_scenes(folder)
+    picture = _picture(lambda theme, dpi: scenes_png(arrays, theme, dpi), "Scenes, depths and task energies")
+    return f"""<section>
+<h2>{escape(str(arrays["model"]))} <span>on {len(arrays["pictures"])} scenes it has never seen</span></h2>
+<figure>{picture}<figcaption>{SCENES_TEXT}</figcaption></figure>
+</section>"""
+
+
 def _section(folder: Path) -> str:
     document, arrays = files.read_diagnosis(folder), files.read_importance(folder)
     layers = document["layers"]
     height, width = document["size"]
     count = len(document["image_files"])
-    spectrum = _picture(
-        lambda theme, dpi: figures.spectrum_png(document, theme, dpi), "Spectrum of the Jacobian by layer"
-    )
+    spectrum = _picture(lambda theme, dpi: spectrum_png(document, theme, dpi), "Spectrum of the Jacobian by layer")
     tokens = "\n".join(
         _picture(
-            lambda theme, dpi, layer=layer: figures.tokens_png(layer, arrays, theme, dpi),  # type: ignore[misc]
+            lambda theme, dpi, layer=layer: tokens_png(layer, arrays, theme, dpi),  # type: ignore[misc]
             f"Task energy of the tokens at {files.layer_name(layer['layer'])}",
         )
         for layer in layers
@@ -148,8 +165,8 @@ first), and beside it how much more of the signal its first direction carries th
 <tbody>{rows}</tbody></table></div></details>"""
 
 
-def _picture(draw: Callable[[figures.Theme, int], bytes], alt: str) -> str:
-    light, dark = (_data_uri(draw(theme, PAGE_DPI)) for theme in (figures.LIGHT, figures.DARK))
+def _picture(draw: Callable[[Theme, int], bytes], alt: str) -> str:
+    light, dark = (_data_uri(draw(theme, PAGE_DPI)) for theme in (LIGHT, DARK))
     return (
         f'<picture><source srcset="{dark}" media="(prefers-color-scheme: dark)"><img src="{light}" alt="{escape(alt)}">'
         "</picture>"

@@ -36,6 +36,7 @@ class ProgressDisplay:
         self._work: TaskID | None = None
         self._stage: TaskID | None = None
         self._layers: list[str] = []
+        self._unit = "images"
 
     def __enter__(self) -> ProgressDisplay:
         self._bar.start()
@@ -55,11 +56,16 @@ class ProgressDisplay:
         self._stage = self._bar.add_task(text, total=None, count="")
 
     def start(self, layers: Sequence[str], images: int) -> None:
+        self._layers = list(layers)
+        self.work("", len(layers) * images, "images")
+
+    def work(self, what: str, total: int, unit: str) -> None:
+        """A bar for something else than layers, in place of the last one."""
         self._end_stage()
         if self._work is not None:
             self._bar.remove_task(self._work)
-        self._layers = list(layers)
-        self._work = self._bar.add_task("", total=len(layers) * images, count="")
+        self._unit = unit
+        self._work = self._bar.add_task(what, total=total, count="")
 
     def layer(self, name: str) -> None:
         self._end_stage()
@@ -84,7 +90,7 @@ class ProgressDisplay:
 
     def _count(self) -> str:
         task = next((task for task in self._bar.tasks if task.id == self._work), None)
-        return "" if task is None else f"{task.completed:.0f}/{task.total:.0f} images"
+        return "" if task is None else f"{task.completed:.0f}/{task.total:.0f} {self._unit}"
 
     def _end_stage(self) -> None:
         if self._stage is not None:

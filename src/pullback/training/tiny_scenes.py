@@ -25,12 +25,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pullback.backbones.checkpoint import write_tiny_scenes
-from pullback.data.scenes import CLASSES, TRAINING, SceneBatch, SceneRange, normalised, render
+from pullback.data.scenes import CLASSES, SceneBatch, normalised, render
 from pullback.errors import PullbackError
-from pullback.evaluation import depth_errors, neighbour_accuracy
 from pullback.models.tiny_scenes import TinyScenes, TinyScenesConfig
+from pullback.training.evaluate_tiny_scenes import HELD_OUT as HELD_OUT
+from pullback.training.evaluate_tiny_scenes import evaluate
 
-HELD_OUT = 1 << 40  # first seed that is never trained on
 SEEDS_PER_RUN = 1 << 30  # scenes that a run may see, so that runs with other seeds see others
 
 
@@ -282,47 +282,6 @@ class Run:
         return {name: part.item() for name, part in parts.items()} | {"gradient_norm": norm.item()}
 
 
-@torch.no_grad()
-def evaluate(
-    model: TinyScenes,
-    *,
-    count: int,
-    ranges: SceneRange = TRAINING,
-    bank: int = 2000,
-    batch: int = 64,
-    size: int = 224,
-    device: torch.device,
-) -> dict[str, float]:
-    """Depth and class scores on ``count`` held-out scenes; the k-NN bank is ``bank`` scenes of the training ranges."""
-    model.eval()
-    rows: dict[str, list[Tensor]] = {"abs_rel": [], "delta1": [], "raw_abs_rel": []}
-
-    def embed(first: int, number: int, drawn_from: SceneRange, score: bool) -> tuple[Tensor, Tensor]:
-        embeddings, labels = [], []
-        for start in range(first, first + number, batch):
-            seeds = range(start, min(start + batch, first + number))
-            scenes = render(seeds, size=size, ranges=drawn_from, device=device)
-            output = model(normalised(scenes.rgb[:, 0]))
-            embeddings.append(output.embedding)
-            labels.append(scenes.label)
-            if score:
-                truth, valid = scenes.depth[:, 0], ~scenes.sky[:, 0]
-                scaled = depth_errors(output.predicted_depth, truth, valid, median_scaling=True)
-                raw = depth_errors(output.predicted_depth, truth, valid, median_scaling=False)
-                for name, value in (
-                    ("abs_rel", scaled.abs_rel),
-                    ("delta1", scaled.delta1),
-                    ("raw_abs_rel", raw.abs_rel),
-                ):
-                    rows[name].append(value)
-        return torch.cat(embeddings), torch.cat(labels)
-
-    bank_embeddings, bank_labels = embed(HELD_OUT, bank, TRAINING, score=False)
-    queries, labels = embed(2 * HELD_OUT, count, ranges, score=True)
-    scores = {name: torch.cat(values).nanmean().item() for name, values in rows.items()}
-    return scores | {"knn_top1": neighbour_accuracy(bank_embeddings, bank_labels, queries, labels)}
-
-
 def train(recipe: Recipe, out: Path, device: torch.device, *, log_every: int, save_every: int, seconds: float) -> Run:
     """Advance to the last step, or for about so many seconds; log and checkpoint on the way."""
     run = Run(recipe, out, device)
@@ -364,7 +323,8 @@ def main() -> None:
     )
     write_tiny_scenes(run.average.eval().half(), options.out / "model")
     if options.evaluate:
-        print(evaluate(run.average.float(), count=options.evaluate, device=device))  # of what was written
+        # of what was written
+        print(evaluate(run.average.float(), count=options.evaluate, bank=2000, size=recipe.size, device=device))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,1 @@
+"""The experiments of the paper: listed settings, one row of results per run."""

@@ -1,0 +1,266 @@
+"""The ablations of the importance head (appendix E of the paper) as listed settings, one row of results per run.
+
+    python -m pullback.experiments.head_ablations --train STORE --held-out STORE --name E.2 --out rows.jsonl
+
+The stores come from `pullback targets`: E.1 belongs on a dense decoder at L4, the others on DINOv2 CLS L10.
+What is in the file already is not run again, so the same command goes on after a stop.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from pullback.errors import PullbackError
+from pullback.learning.fit import FitConfig, fit
+from pullback.learning.fit_head import HeadTask, head_scores, mean_map_scores
+from pullback.learning.store import TargetStore
+from pullback.learning.stored_examples import AnyProbe, StoredRows, fingerprint
+from pullback.learning.train_head import check_stores, new_head
+
+Row = dict[str, Any]
+RunKey = tuple[Any, ...]
+IDENTITY = ("ablation", "variant", "seed", "steps", "batch", "learning_rate", "train", "held_out")
+"""Rows that agree in these are of the same run."""
+
+
+@dataclass(frozen=True)
+class HeadVariant:
+    """A head and how it is trained. ``paper_rho``: Spearman's rho where the paper states one."""
+
+    name: str
+    target: str = "importance"
+    rank_weight: float = 0.5
+    width: int = 256
+    heads: int = 4
+    images: int = 2000
+    seeds: tuple[int, ...] = (0, 1, 2)
+    paper_rho: float | None = None
+
+
+ABLATIONS: dict[str, tuple[HeadVariant, ...]] = {
+    "E.1": (
+        HeadVariant("importance", paper_rho=0.20),
+        HeadVariant("block-norm", target="block-norm", paper_rho=0.09),
+    ),
+    "E.2": (
+        HeadVariant("w_rank 0", rank_weight=0.0),
+        HeadVariant("w_rank 0.5"),
+        HeadVariant("w_rank 1", rank_weight=1.0),
+    ),
+    "E.3": (
+        HeadVariant("width 128", width=128),
+        HeadVariant("width 256, 4 heads"),
+        HeadVariant("width 512", width=512),
+        HeadVariant("2 heads", heads=2),
+        HeadVariant("8 heads", heads=8),
+    ),
+    "E.4": (
+        HeadVariant("250 images", images=250),
+        HeadVariant("500 images", images=500),
+        HeadVariant("1000 images", images=1000),
+        HeadVariant("2000 images"),
+    ),
+}
+
+PAPER: dict[str, str] = {
+    "E.1": "DPT depth at layer 4: rho about 0.20 for the sigma^2-weighted target, about 0.09 for block norms.",
+    "E.2": "DINOv2 CLS L10, 2,000 images: pruning degradation is nearly the same for the three weights. No rho stated.",
+    "E.3": (
+        "DINOv2 CLS L10, 2,000 images: pruning degradation does not fall beyond width 256, and two heads are slightly "
+        "better than four. No rho stated."
+    ),
+    "E.4": (
+        "500 to 4,000 images: pruning degradation saturates by 2,000 on DINOv2 CLS L10, and has no trend on DPT L4. "
+        "No rho stated. Here 250 to 2,000."
+    ),
+}
+"""What the paper found. It reports E.2 to E.4 as degradation under pruning, which a later issue adds: rho stands alone
+here, and ``paper_rho`` is None."""
+
+
+def run_ablation(
+    name: str,
+    probe: AnyProbe,
+    train: TargetStore,
+    held_out: TargetStore,
+    *,
+    steps: int = 3000,
+    seeds: Sequence[int] | None = None,
+    batch: int = 64,
+    learning_rate: float = 2e-3,
+    out: str | Path | None = None,
+    on_row: Callable[[Row], None] = lambda row: None,
+) -> list[Row]:
+    """Every variant of an ablation with every seed, on features that are computed once; the rows, old and new.
+
+    ``out``: a file of JSON lines that rows are read from and added to, each as soon as its run is finished.
+    """
+    variants_of(name)
+    check_stores(probe, [train, held_out])
+    config = FitConfig(
+        steps=steps,
+        batch=batch,
+        learning_rate=learning_rate,
+        warmup=min(100, steps // 10),
+        validate_every=max(1, steps // 12),
+    )
+    shared = {
+        "train": fingerprint(train.read(modes=False), train.config),
+        "held_out": fingerprint(held_out.read(modes=False), held_out.config),
+        **{key: train.config[key] for key in ("model", "weights", "decoder", "layer", "rank", "size", "crops")},
+        "pullback": train.config["pullback"],
+    }
+    path = None if out is None else Path(out)
+    rows = [] if path is None else read_rows(path)
+    wanted = [key_of(row) for _, row in planned(name, config, seeds, shared)]
+    done = {key_of(row) for row in rows}
+    if not done.issuperset(wanted):
+        sets = [StoredRows.of(probe, store) for store in (train, held_out)]
+        for row in ablation_rows(name, *sets, config=config, seeds=seeds, done=done, shared=shared):
+            if path is not None:
+                _append(path, row)
+            rows.append(row)
+            on_row(row)
+    return [row for row in rows if key_of(row) in wanted]
+
+
+def ablation_rows(
+    name: str,
+    train: StoredRows,
+    held_out: StoredRows,
+    *,
+    config: FitConfig,
+    seeds: Sequence[int] | None = None,
+    done: Collection[RunKey] = (),
+    shared: Row | None = None,
+) -> Iterator[Row]:
+    """The runs of an ablation that are not in ``done``, one after the other. ``shared`` is in every row."""
+    for variant, begun in planned(name, config, seeds, shared):
+        if key_of(begun) not in done:
+            yield {**begun, **run_variant(variant, train, held_out, replace(config, seed=begun["seed"]))}
+
+
+def planned(
+    name: str, config: FitConfig, seeds: Sequence[int] | None = None, shared: Row | None = None
+) -> list[tuple[HeadVariant, Row]]:
+    """Every run with what is known of its row before it. ``seeds`` in place of the variants' own."""
+    settings = {key: getattr(config, key) for key in ("steps", "batch", "learning_rate")}
+    return [
+        (variant, {"ablation": name, "variant": variant.name, "seed": seed, **settings, **(shared or {})})
+        for variant in variants_of(name)
+        for seed in (variant.seeds if seeds is None else seeds)
+    ]
+
+
+def run_variant(variant: HeadVariant, train: StoredRows, held_out: StoredRows, config: FitConfig) -> Row:
+    """Train one head. ``rho`` is against what the head was trained for, ``rho_importance`` against imp* in any case."""
+    rows = first_images(train, variant.images)
+    examples, judge = rows.examples(variant.target), held_out.examples(variant.target)
+    head = new_head(examples, variant.width, variant.heads, target=variant.target, seed=config.seed)
+    begun = time.perf_counter()
+    fitted = fit(head, HeadTask([examples], judge, variant.rank_weight), config)
+    seconds = time.perf_counter() - begun
+    same_grid = examples.target.shape[1] == judge.target.shape[1]
+    return {
+        **{key: getattr(variant, key) for key in ("target", "rank_weight", "width", "heads")},
+        "images": len(set(rows.table.image_sha256)),
+        "images_asked": variant.images,
+        "rows": len(rows),
+        **{key: fitted.scores[key] for key in ("rho", "rho_se", "rho_patches")},
+        "rho_importance": head_scores(head.eval(), held_out.examples())["rho"],
+        "rho_of_the_mean_map": mean_map_scores(examples, judge)["rho"] if same_grid else None,
+        "best_step": fitted.step,
+        "parameters": sum(parameter.numel() for parameter in head.parameters()),
+        "seconds": round(seconds, 3),
+        "paper_rho": variant.paper_rho,
+    }
+
+
+def first_images(rows: StoredRows, count: int) -> StoredRows:
+    """All rows of the first ``count`` images, or everything where there are no more."""
+    images = dict.fromkeys(rows.table.image_sha256)
+    if len(images) <= count:
+        return rows
+    chosen = set(list(images)[:count])
+    return rows.select([row for row, image in enumerate(rows.table.image_sha256) if image in chosen])
+
+
+def variants_of(name: str) -> tuple[HeadVariant, ...]:
+    if name not in ABLATIONS:
+        raise PullbackError(f"name: expected one of {', '.join(ABLATIONS)}, got {name!r}.")
+    return ABLATIONS[name]
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a file, which need not be there; half a line at its end, of a run that was killed, is cut off."""
+    if not path.exists():
+        return []
+    text = path.read_text(encoding="utf-8")
+    whole = text[: text.rfind("\n") + 1]
+    if whole != text:
+        unfinished = path.with_name(f"{path.name}.tmp")
+        unfinished.write_text(whole, encoding="utf-8")
+        os.replace(unfinished, path)
+    try:
+        return [json.loads(line) for line in whole.splitlines()]
+    except json.JSONDecodeError as error:
+        raise PullbackError(f"out: {path} is no file of JSON lines ({error}). Choose another one.") from None
+
+
+def _append(path: Path, row: Row) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def key_of(row: Row) -> RunKey:
+    return tuple(row.get(name) for name in IDENTITY)
+
+
+def main(
+    train: Annotated[Path, typer.Option(help="The store to train on.")],
+    held_out: Annotated[Path, typer.Option(help="The store to judge by.")],
+    name: Annotated[str, typer.Option(help=f"One of {', '.join(ABLATIONS)}.")],
+    out: Annotated[Path, typer.Option(help="File of JSON lines; runs that it holds are not run again.")],
+    model: Annotated[str | None, typer.Option(help="The backbone.", show_default="as the store says")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Of each run.")] = 3000,
+    batch: Annotated[int, typer.Option(min=1, help="Images per step.")] = 64,
+    seed: Annotated[list[int] | None, typer.Option(help="Several times for several.", show_default="0, 1, 2")] = None,
+    device: Annotated[str, typer.Option(help="auto: the GPU where there is one.")] = "auto",
+) -> None:
+    """An ablation of the importance head, row by row."""
+    from pullback.probes import load_probe, multi_layer_probe
+
+    try:
+        variants_of(name)
+        stores = [TargetStore.open(folder) for folder in (train, held_out)]
+        config = stores[0].config
+        which, decoder, layer = model or config["model"], config["decoder"], config["layer"]
+        probe = (
+            multi_layer_probe(which, decoder, device=device, after_norm=config["after_norm"])
+            if isinstance(layer, str)
+            else load_probe(which, decoder, layer, device=device)
+        )
+        typer.echo(f"paper: {PAPER[name]}")
+        run_ablation(name, probe, *stores, steps=steps, seeds=seed or None, batch=batch, out=out, on_row=_print)
+    except (PullbackError, OSError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from None
+
+
+def _print(row: Row) -> None:
+    stated = "" if row["paper_rho"] is None else f" (paper {row['paper_rho']:.2f})"
+    measured = f"rho {row['rho']:.4f} ± {row['rho_se']:.4f}{stated}, patches {row['rho_patches']:.4f}"
+    typer.echo(f"{row['ablation']} {row['variant']}, seed {row['seed']}: {measured}, {row['seconds']:.0f} s")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,1 @@
+"""Networks that predict the task's geometry from features alone, and the targets they learn from."""

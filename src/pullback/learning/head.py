@@ -1,0 +1,117 @@
+"""The importance head: one positive score per token from features alone (section 5.4 of the paper)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pullback.errors import ModelError, ShapeError
+from pullback.learning.origin import Origin
+from pullback.learning.pretrained import Pretrained
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    dim: int
+    width: int = 256
+    heads: int = 4
+    target: str = "importance"  # or "block-norm"
+    origin: Origin = field(default_factory=Origin)
+    scores: Mapping[str, float] = field(default_factory=dict)
+
+
+class ImportanceHead(Pretrained):
+    """Scores tokens by how much the task's output depends on them, without any Jacobian.
+
+    Linear D -> H; pre-norm attention over all tokens with inner width H/4, residual; pre-norm MLP H -> 3H/4 -> 1 with
+    GELU; Softplus. 313,409 parameters at D = 768, H = 256.
+    """
+
+    kind, title = "importance-head", "Importance head"
+
+    def __init__(self, dim: int, width: int = 256, heads: int = 4, *, config: HeadConfig | None = None) -> None:
+        super().__init__()
+        if min(width, heads) < 1 or width % 4 or (width // 4) % heads:
+            raise ModelError(f"width, heads: expected width / 4 to be a multiple of heads, got {width} and {heads}.")
+        self.config = config or HeadConfig(dim, width, heads)
+        self.project = nn.Linear(dim, width)
+        self.norm1 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * (width // 4))
+        self.out = nn.Linear(width // 4, width)
+        self.norm2 = nn.LayerNorm(width)
+        self.first = nn.Linear(width, 3 * width // 4)
+        self.second = nn.Linear(3 * width // 4, 1)
+
+    @classmethod
+    def config_from_dict(cls, stored: Mapping[str, Any]) -> HeadConfig:
+        values = {name: stored[name] for name in ("dim", "width", "heads", "target")}
+        return HeadConfig(**values, origin=Origin.from_dict(stored["origin"]), scores=dict(stored["scores"]))
+
+    @classmethod
+    def from_config(cls, config: HeadConfig) -> ImportanceHead:
+        return cls(config.dim, config.width, config.heads, config=config)
+
+    @classmethod
+    def fit(cls, targets: Any, probe: Any, **options: Any) -> ImportanceHead:
+        """Train a head on one or more target stores (`compute_targets`); the options are those of `train_head`."""
+        from pullback.learning.train_head import train_head
+
+        stores = targets if isinstance(targets, (list, tuple)) else [targets]
+        return train_head(probe, stores, **options)
+
+    @property
+    def layer(self) -> int | None:
+        return self.config.origin.layer
+
+    def describe(self, **changes: Any) -> ImportanceHead:
+        """Set what the head was made for, or its scores."""
+        self.config = replace(self.config, **changes)
+        return self
+
+    def forward(self, features: Tensor) -> Tensor:
+        """features [B, N, D] -> scores [B, N] > 0, any N."""
+        return F.softplus(self.logits(features)).clamp_min(torch.finfo(torch.float32).tiny)
+
+    def logits(self, features: Tensor) -> Tensor:
+        """What goes into the Softplus: the same order as the scores."""
+        if features.ndim != 3 or features.shape[-1] != self.config.dim:
+            raise ShapeError(f"features: expected [B, N, {self.config.dim}], got {list(features.shape)}.")
+        x = self.project(features.to(self.project.weight.dtype))
+        x = x + self.out(self._attend(self.norm1(x)))
+        scores = self.second(F.gelu(self.first(self.norm2(x)))).squeeze(-1)
+        return scores.to(torch.promote_types(scores.dtype, torch.float32))  # the order of many tokens needs its digits
+
+    def _attend(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.config.heads, -1)).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+    @torch.no_grad()
+    def start_from(self, features: Tensor, target: Tensor) -> ImportanceHead:
+        """Fold the spread of these features [n, N, D] and the level of these targets [n, N] into the first and last
+        layer: ViT features have channels that are a hundred times larger than others, and the head has no norm of
+        its own in front (it would cost parameters)."""
+        standardise_inputs(self.project, features)
+        level = target.double().clamp_min(torch.finfo(torch.float32).tiny).log().mean().exp()
+        self.second.bias.fill_(inverse_softplus(level))
+        return self
+
+
+@torch.no_grad()
+def standardise_inputs(layer: nn.Linear, features: Tensor) -> None:
+    """Make the layer give for these features [n, N, D] what it gave for the same ones with mean 0 and spread 1 in each
+    channel. A channel that hardly varies gets the weight of an average one: dividing by its spread would magnify
+    round-off here, and any change of it in other images."""
+    mean, spread = features.float().mean((0, 1)), features.float().std((0, 1), correction=0)
+    average = torch.where(spread.any(), spread.mean(), 1)
+    layer.weight.div_(torch.where(spread > 1e-3 * average, spread, average))
+    layer.bias.sub_(layer.weight @ mean.to(layer.weight.dtype))
+
+
+def inverse_softplus(value: Tensor) -> Tensor:
+    """log(exp(value) - 1), for values > 0 of any size."""
+    return value + torch.log(-torch.expm1(-value))

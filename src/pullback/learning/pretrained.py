@@ -1,0 +1,123 @@
+"""Small networks as folders: config.json, model.safetensors and a model card, here or on the hub."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import nn
+
+from pullback.errors import ModelError
+
+CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
+_Model = TypeVar("_Model", bound="Pretrained")
+
+
+class Pretrained(nn.Module):
+    """A network that is rebuilt from ``config``, a frozen dataclass, and its weights."""
+
+    kind: ClassVar[str]  # stands in config.json, so that a head is not loaded as something else
+    title: ClassVar[str]
+    config: Any
+
+    @classmethod
+    def config_from_dict(cls, stored: Mapping[str, Any]) -> Any:
+        raise NotImplementedError
+
+    @classmethod
+    def from_config(cls: type[_Model], config: Any) -> _Model:
+        raise NotImplementedError
+
+    def save_pretrained(self, folder: str | Path) -> Path:
+        """Write the three files; the folder is made where it is missing."""
+        from safetensors.torch import save_file
+
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {name: value.detach().cpu().contiguous() for name, value in self.state_dict().items()}
+        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        document = {"kind": self.kind, **asdict(self.config)}
+        (folder / CONFIG).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        (folder / CARD).write_text(self.card(), encoding="utf-8")
+        return folder
+
+    @classmethod
+    def from_pretrained(cls: type[_Model], name: str | Path, *, device: str | torch.device = "cpu") -> _Model:
+        """From a folder that `save_pretrained` wrote, or a hub id; in evaluation mode."""
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        document = _document(str(name))
+        if document.get("kind") != cls.kind:
+            raise ModelError(
+                f"name: {name} holds {document.get('kind') or 'no model of this package'}, expected {cls.kind}. "
+                "Load it with the class that saved it."
+            )
+        try:
+            model = cls.from_config(cls.config_from_dict(document))
+        except (KeyError, TypeError) as error:
+            raise ModelError(f"name: {CONFIG} in {name} is not one of {cls.kind}: {error!r}. Save it again.") from None
+        try:
+            model.load_state_dict(load_file(_file(str(name), WEIGHTS)))
+        except SafetensorError as error:
+            raise ModelError(f"name: {WEIGHTS} in {name} cannot be read: {error}. Save it again.") from None
+        except RuntimeError as error:
+            reason = str(error).splitlines()[-1].strip()
+            raise ModelError(f"name: the weights in {name} do not fit its config.json: {reason}") from None
+        return model.to(device).eval()
+
+    def push_to_hub(self, repo_id: str, *, private: bool = False, token: str | None = None) -> str:
+        """Upload the three files; returns the address of the commit. Needs a login (`hf auth login`) or ``token``."""
+        import tempfile
+
+        from huggingface_hub import HfApi
+
+        api = HfApi(token=token)
+        api.create_repo(repo_id, exist_ok=True, private=private)
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_pretrained(folder)
+            commit = api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=f"{self.title} of pullback")
+        return str(commit.commit_url)
+
+    def card(self) -> str:
+        """The model card: what it is, what it was made for, and the scores that were measured."""
+        origin, scores = self.config.origin, self.config.scores
+        lines = ["---", "library_name: pullback", "tags: [pullback, vision-transformer]", "---", "", f"# {self.title}"]
+        lines += ["", self.__class__.__doc__.strip().splitlines()[0] if self.__class__.__doc__ else "", ""]
+        made = {name: value for name, value in asdict(origin).items() if value not in (None, ())}
+        lines += ["Made for:", *(f"- {name}: {value}" for name, value in made.items())] if made else []
+        lines += ["", "| score | value |", "|---|---|"] if scores else ["", "No scores were measured."]
+        lines += [f"| {name} | {value:.4g} |" for name, value in scores.items()]
+        parameters = sum(parameter.numel() for parameter in self.parameters())
+        lines += ["", f"{parameters:,} parameters. Load it with", ""]
+        lines += ["```python", f"import pullback as pb\n\nmodel = pb.{type(self).__name__}.from_pretrained(...)", "```"]
+        return "\n".join(lines) + "\n"
+
+
+def _document(name: str) -> dict[str, Any]:
+    try:
+        document = json.loads(_file(name, CONFIG).read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ModelError(f"name: {CONFIG} in {name} is no JSON: {error}. Save it again.") from None
+    return document if isinstance(document, dict) else {}
+
+
+def _file(name: str, filename: str) -> Path:
+    if Path(name).is_dir():
+        path = Path(name) / filename
+        if path.is_file():
+            return path
+        raise ModelError(f"name: the folder {name} has no {filename}. Expected one written by save_pretrained.")
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(name, filename))
+    except Exception as error:  # the hub client raises validation, network and not-found errors of many classes
+        reason = str(error).strip().splitlines()[:1]
+        raise ModelError(
+            f"name: {name!r} is neither a folder nor a hub id that can be reached: {''.join(reason)[:200]}"
+        ) from None

@@ -1,0 +1,143 @@
+"""The Spectral Pullback Network (`eq:spn`): the rank-r task metric, predicted from features alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pullback.errors import ModelError, RankError, ShapeError
+from pullback.learning.head import inverse_softplus, standardise_inputs
+from pullback.learning.origin import Origin
+from pullback.learning.pretrained import Pretrained
+from pullback.operators import LowRankMetric
+
+
+@dataclass(frozen=True)
+class SpnConfig:
+    dim: int
+    rank: int = 20
+    width: int = 256
+    heads: int = 4
+    blocks: int = 2
+    floor: float = 1e-3
+    latent: tuple[int, int] | None = None  # (tokens, dim) of the space that U lives in; None: the features' own
+    origin: Origin = field(default_factory=Origin)
+    scores: Mapping[str, float] = field(default_factory=dict)
+
+
+class AttentionBlock(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.first, self.second = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.second(F.gelu(self.first(self.norm2(x))))
+
+
+class SpectralPullbackNetwork(Pretrained):
+    """Predicts the rank-r task metric eps I + U diag(lambda) U^T of a feature map, without any Jacobian.
+
+    Linear D -> H, pre-norm attention blocks, per token D r coordinates, orthonormalised over all tokens together;
+    the energies from the pooled tokens through an MLP and a Softplus. With ``latent`` = (K, d), U lives in R^(K d):
+    K learned tokens join the sequence and carry it.
+    """
+
+    kind, title = "spectral-pullback-network", "Spectral Pullback Network"
+
+    def __init__(
+        self,
+        dim: int,
+        rank: int = 20,
+        width: int = 256,
+        heads: int = 4,
+        *,
+        blocks: int = 2,
+        floor: float = 1e-3,
+        latent: tuple[int, int] | None = None,
+        config: SpnConfig | None = None,
+    ) -> None:
+        super().__init__()
+        if min(width, heads) < 1 or width % heads:
+            raise ModelError(f"width, heads: expected width to be a multiple of heads, got {width} and {heads}.")
+        self.config = config or SpnConfig(dim, rank, width, heads, blocks, floor, latent)
+        self.project = nn.Linear(dim, width)
+        self.carriers = nn.Parameter(0.02 * torch.randn(latent[0], width)) if latent else None
+        self.blocks = nn.ModuleList([AttentionBlock(width, heads) for _ in range(blocks)])
+        self.norm = nn.LayerNorm(width)
+        self.modes = nn.Linear(width, (latent[1] if latent else dim) * rank)
+        self.energies = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, rank))
+
+    @classmethod
+    def config_from_dict(cls, stored: Mapping[str, Any]) -> SpnConfig:
+        names = ("dim", "rank", "width", "heads", "blocks", "floor")
+        latent = None if stored["latent"] is None else (int(stored["latent"][0]), int(stored["latent"][1]))
+        origin, scores = Origin.from_dict(stored["origin"]), dict(stored["scores"])
+        return SpnConfig(**{name: stored[name] for name in names}, latent=latent, origin=origin, scores=scores)
+
+    @classmethod
+    def from_config(cls, config: SpnConfig) -> SpectralPullbackNetwork:
+        sizes = (config.dim, config.rank, config.width, config.heads)
+        return cls(*sizes, blocks=config.blocks, floor=config.floor, latent=config.latent, config=config)
+
+    def describe(self, **changes: Any) -> SpectralPullbackNetwork:
+        """Set what the network was made for, or its scores."""
+        self.config = replace(self.config, **changes)
+        return self
+
+    def forward(self, features: Tensor) -> LowRankMetric:
+        """features [B, N, D] -> modes [B, r, N, D], or [B, r, K, d] in a latent space, and energies [B, r]."""
+        if features.ndim != 3 or features.shape[-1] != self.config.dim:
+            raise ShapeError(f"features: expected [B, N, {self.config.dim}], got {list(features.shape)}.")
+        x = self.project(features.to(self.project.weight.dtype))
+        if self.carriers is not None:
+            x = torch.cat([self.carriers.expand(len(x), -1, -1), x], 1)
+        for block in self.blocks:
+            x = block(x)
+        x = self.norm(x)
+        energies = F.softplus(self.energies(x.mean(1)).float())
+        carriers = x if self.carriers is None else x[:, : len(self.carriers)]
+        coordinates = self.modes(carriers).unflatten(-1, (-1, self.config.rank))  # [B, K, d, r]
+        if coordinates.shape[1] * coordinates.shape[2] < self.config.rank:
+            raise RankError(
+                f"rank: expected at most {coordinates.shape[1]} tokens x {coordinates.shape[2]} channels, got "
+                f"{self.config.rank}: there are no more orthonormal modes. Use larger images or a lower rank."
+            )
+        modes = orthonormal_columns(coordinates.flatten(1, 2).float()).mT  # [B, r, K d]
+        return LowRankMetric(modes.unflatten(-1, coordinates.shape[1:3]), energies, self.config.floor)
+
+    @torch.no_grad()
+    def start_from(self, features: Tensor, singular_values: Tensor) -> SpectralPullbackNetwork:
+        """Fold the spread of these features [n, N, D] into the first layer and the mean log energies into the last."""
+        standardise_inputs(self.project, features)
+        level = singular_values.double().square().clamp_min(1e-30).log().mean(0).exp()
+        cast(nn.Linear, self.energies[-1]).bias.copy_(inverse_softplus(level))
+        return self
+
+
+def orthonormal_columns(columns: Tensor) -> Tensor:
+    """The Q of a QR of columns [B, n, r], differentiable: Q = X R^-1 with X^T X = R^T R, twice for its last digits.
+
+    A batched QR of tall blocks runs column by column on a GPU; this is two products and a small Cholesky. They are in
+    float64 whatever the columns are: a Gram matrix squares their condition, and autocast leaves float64 alone. Columns
+    that depend on each other to the last digit give no NaN, but modes that are not orthonormal.
+    """
+    basis = columns.double()
+    eye = torch.eye(columns.shape[-1], dtype=basis.dtype, device=basis.device)
+    for _ in range(2):
+        length = torch.linalg.vector_norm(basis.detach(), dim=1, keepdim=True)
+        basis = basis / torch.where(length > 0, length, 1)  # Q does not change, the Gram matrix has a unit diagonal
+        lower = torch.linalg.cholesky(basis.mT @ basis + 1e-12 * eye)
+        basis = basis @ torch.linalg.solve_triangular(lower, eye.expand_as(lower), upper=False).mT
+    return basis.to(columns.dtype)

@@ -1,0 +1,185 @@
+"""A Spectral Pullback Network from images: every supervision, every kind of decoder, what it says of itself."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import pullback as pb
+from learning.pictures import SIZE, small_probe, write_pictures
+from pullback.errors import ImageError, ModelError, PullbackError
+from pullback.learning.fit import FitConfig
+from pullback.learning.provenance import weights_hash
+from pullback.learning.spn import SpectralPullbackNetwork
+from pullback.learning.supervision import DistanceMatching, RandNLA, RandomDirections, Spectral
+from pullback.learning.targets import targets_of
+from pullback.learning.train_spn import SUPERVISIONS, held_out_modes, supervision_of, train_spn
+
+CONFIG = FitConfig(steps=60, batch=8, warmup=5, validate_every=20, learning_rate=1e-2, ema=0.9)
+SHORT = replace(CONFIG, steps=4, batch=4, validate_every=2)
+STILL = replace(SHORT, steps=1, learning_rate=0.0)  # ends as it began
+NETWORK = {"rank": 3, "width": 16, "heads": 2}
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory) -> Path:
+    return write_pictures(tmp_path_factory.mktemp("pictures") / "photos", 12)
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory) -> Path:
+    """Pictures that are not among the first."""
+    folder = write_pictures(tmp_path_factory.mktemp("pictures") / "photos", 16)
+    for number in range(12):
+        (folder / f"{number:02d}.png").unlink()
+    return folder
+
+
+def trained(photos: Path, others: Path, probe=None, **options) -> SpectralPullbackNetwork:
+    known = {"size": SIZE, "config": SHORT, **NETWORK}
+    return train_spn(probe or small_probe(), photos, others, **(known | options))
+
+
+def depth_probe(layer: int = 2):
+    from families import model_of
+
+    return pb.load_probe(model_of("depth-v2"), "depth-2x2", layer)
+
+
+def moved(one: SpectralPullbackNetwork, other: SpectralPullbackNetwork) -> float:
+    return max((a - b).abs().max().item() for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def test_a_network_learns_the_subspace_and_comes_back_from_its_folder(photos, others, tmp_path):
+    network = trained(photos, others, config=CONFIG, out=tmp_path / "run")
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    random = trained(photos, others, config=STILL)
+    assert network.config.scores["v1"] > random.config.scores["v1"] + 0.2
+    assert network.config.scores["v1"] == max(line["v1"] for line in lines)
+    assert all(0 < line["alignment"] < 1 and line["gradient_signal_ratio"] > 1 for line in lines)
+    network.save_pretrained(tmp_path / "spn")
+    again = SpectralPullbackNetwork.from_pretrained(tmp_path / "spn")
+    probe = small_probe()
+    features = probe.features(probe.load_images(photos / "00.png", SIZE))
+    assert again.config == network.config and not network.training
+    torch.testing.assert_close(again(features).modes, network(features).modes)
+
+
+def test_the_network_knows_what_it_was_made_for_and_how_well_it_does(photos, others):
+    network = trained(photos, others)
+    origin, scores = network.config.origin, network.config.scores
+    assert (origin.family, origin.layer, origin.decoder, origin.rank) == ("dinov2", 1, "cls", 3)
+    assert origin.weights == weights_hash(small_probe().backbone.model) and origin.resolutions == (SIZE,)
+    assert set(scores) >= {"v1", "v1_se", "v1_patches", "kappa", "sensitivity_ratio", "natural_ratio"}
+    assert "score" not in scores and 0 < scores["natural_ratio"] < scores["kappa"] < 1
+    assert (network.config.dim, network.config.rank) == (24, 3)
+
+
+def test_a_dense_decoder_that_reads_layers_below_trains_too(photos, others):
+    probe = depth_probe()
+    network = trained(photos, others, probe, size=28, config=replace(CONFIG, steps=15, batch=4, validate_every=15))
+    random = trained(photos, others, probe, size=28, config=STILL)
+    assert network.config.scores["v1"] > random.config.scores["v1"] + 0.05
+    assert (network.config.origin.decoder, network.config.origin.layer) == ("depth-2x2", 2)
+
+
+def test_the_layers_of_a_dense_decoder_side_by_side_train_too(photos, others):
+    from families import model_of
+
+    network = trained(photos, others, pb.multi_layer_probe(model_of("depth-v2"), "depth-2x2"), size=28)
+    assert network.config.dim == 4 * 24 and network.config.origin.layer is None
+
+
+@pytest.mark.parametrize("name", SUPERVISIONS)
+@pytest.mark.parametrize("probe", [small_probe, depth_probe], ids=["cls", "depth"])
+def test_every_supervision_trains(photos, others, name, probe):
+    options = {"size": 28, "limit": 5, "supervision": name}
+    network = trained(photos, others, probe(), config=replace(SHORT, validate_every=4), **options)
+    assert all(value.isfinite().all() for value in network.state_dict().values())
+    assert moved(network, trained(photos, others, probe(), config=STILL, **options)) > 1e-3
+
+
+def test_supervisions_have_names():
+    probe = small_probe()
+    options = {"power_iters": 2, "sketch_width": 7, "precision": "float32"}
+    found = {name: supervision_of(name, probe, **options) for name in SUPERVISIONS}
+    assert [type(found[name]) for name in SUPERVISIONS] == [RandNLA, Spectral, DistanceMatching, RandomDirections]
+    assert (found["randnla"].power_iters, found["randnla"].sketch_width) == (2, 7)
+
+
+def test_an_unknown_supervision_is_refused_before_anything_is_computed(tmp_path):
+    message = "supervision: expected one of randnla, spectral, distances, directions, got 'hope'"
+    with pytest.raises(PullbackError, match=message):
+        trained(tmp_path / "nowhere", tmp_path / "nowhere", supervision="hope")
+
+
+def test_the_judges_have_the_exact_modes_of_their_own_features(others):
+    probe = small_probe()
+    judges = held_out_modes(probe, others, 3, size=SIZE)
+    features = judges.features(torch.arange(4))
+    exact = targets_of(probe, features, 3, "exact", keep_modes=True)
+    overlap = judges.modes.double().flatten(2) @ exact.modes.flatten(2).mT
+    torch.testing.assert_close(overlap.abs(), torch.eye(3).double().expand(4, 3, 3), atol=5e-3, rtol=0)
+    torch.testing.assert_close(judges.singular_values, exact.singular_values.float())
+    torch.testing.assert_close(judges.total, exact.total.value)
+    assert len(judges) == 4 and judges.prefix == 1  # the broken picture is left out
+
+
+def test_only_so_many_images_are_trained_on(photos, others):
+    seen = []
+    trained(photos, others, size=28, limit=5, watch=lambda what, count: seen.append((what, count)))
+    assert [pair for pair in seen if pair[0] == "features"] == [("features", 4)]  # one of the five is broken
+    assert sum(count for what, count in seen if what == "targets") == 4
+    assert [count for what, count in seen if what == "step"] == [1, 1, 1, 1]
+
+
+def test_kept_and_recomputed_features_give_the_same_network_up_to_rounding(photos, others):
+    kept, recomputed = (trained(photos, others, size=28, keep_features=keep) for keep in (True, False))
+    assert moved(kept, trained(photos, others, size=28)) == 0 < moved(kept, recomputed)
+    probe = small_probe()
+    features = probe.features(probe.load_images(sorted(others.glob("1?.png")), 28))
+    still = trained(photos, others, size=28, config=STILL)
+    found, again, before = (network(features).importance().detach() for network in (kept, recomputed, still))
+    torch.testing.assert_close(again, found, rtol=1e-2, atol=0)
+    assert (before / found - 1).abs().max() > 0.1
+
+
+def test_another_seed_gives_another_network(photos, others):
+    networks = [trained(photos, others, size=28, config=replace(STILL, seed=seed)) for seed in (0, 1)]
+    assert moved(*networks) > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"supervision": "spectral"}, "supervision"),
+        ({"power_iters": 2, "sketch_width": 5}, "power_iters, sketch_width"),
+        ({"limit": 6}, "images"),
+        ({"layer": 0}, "probe.layer"),
+        ({"size": 28}, "probe.grid, probe.size, probe.tokens"),
+    ],
+    ids=["supervision", "sketch", "images", "layer", "size"],
+)
+def test_a_checkpoint_of_another_run_is_refused(photos, others, tmp_path, changes, named):
+    first = trained(photos, others, out=tmp_path)
+    assert moved(first, trained(photos, others, out=str(tmp_path))) == 0
+    layer = changes.get("layer", 1)
+    options = {name: value for name, value in changes.items() if name != "layer"}
+    with pytest.raises(PullbackError, match=rf"out: .*checkpoint.pt was made with another .*\({named} differ\)"):
+        trained(photos, others, replace(small_probe(), layer=layer), out=tmp_path, **options)
+
+
+@pytest.mark.parametrize("sizes", [{"heads": 3}, {"heads": 0}, {"width": 0}])
+def test_sizes_that_do_not_fit_are_refused(photos, others, sizes):
+    with pytest.raises(ModelError, match="width, heads: expected width to be a multiple of heads, got"):
+        trained(photos, others, **sizes)
+
+
+def test_pictures_that_cannot_be_read_are_an_error(photos, tmp_path):
+    (tmp_path / "no.png").write_bytes(b"nothing")
+    with pytest.raises(ImageError, match="source: expected at least one readable image, got none"):
+        trained(tmp_path, photos)
+    with pytest.raises(ImageError, match="expected at least one readable image, but none of the 1 could be used"):
+        trained(photos, tmp_path)
