@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import huggingface_hub
+import huggingface_hub.constants
 import numpy as np
 import pytest
 import torch
