@@ -20,7 +20,7 @@ $(STAMP): pyproject.toml constraints.txt
 	    echo "[venv] installing torch (a large download the first time)"; \
 	    $(BIN)/pip install $$quiet --disable-pip-version-check -c constraints.txt torch && \
 	    echo "[venv] installing pullback and its tools" && \
-	    $(BIN)/pip install $$quiet --disable-pip-version-check -c constraints.txt -e '.[dev,plot]'
+	    $(BIN)/pip install $$quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
 demo: venv

@@ -48,7 +48,7 @@ FORBIDDEN = {
     "data": {"transformers", "torchvision"},
     "evaluation": {"transformers", "torchvision"},
 }
-OPTIONAL = ("matplotlib", "ray", "gradio", "pyarrow", "timm")
+OPTIONAL = ("matplotlib", "ray", "gradio", "pyarrow", "datasets", "timm")
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 

@@ -71,6 +71,7 @@ def test_each_pass_sees_every_scene_of_its_block_once():
     assert all(sorted(rows.tolist()) == list(range(8)) for rows in passes)
     assert len({tuple(rows.tolist()) for rows in passes}) == 6
     assert [recipe.scenes(step).start for step in range(12)] == [0] * 6 + [8] * 6
+    assert not torch.equal(recipe.rows(0), replace(recipe, seed=1).rows(0))
     with pytest.raises(PullbackError, match="block=10: expected a multiple of batch=4"):
         Recipe(batch=4, block=10)
 

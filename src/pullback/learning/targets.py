@@ -121,7 +121,7 @@ def choose_method(
     """What "auto" means for a J of rows x cols: decided by sizes alone, so that all machines decide alike.
 
     ``late``: at most one block is left, and a product costs less than making its result orthogonal to a Krylov space;
-    exact may then take twice as many products (DINOv2-S, L10, two CPU cores: 1.1 s an image with 384 exact products
+    exact may then take twice as many products (DINOv2-S, L10, two CPU cores: 0.9 s an image with 384 exact products
     and with 192 of a Krylov run).
     """
     if method not in METHODS:

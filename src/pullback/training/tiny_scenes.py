@@ -80,8 +80,8 @@ class Recipe:
         return order[within : within + self.batch]
 
     def generator(self, number: int) -> torch.Generator:
-        """Of this recipe's seed and a number of its own."""
-        return torch.Generator().manual_seed((self.seed << 32) + number)
+        """Of this recipe's seed and a number of its own. A generator on the CPU reads the lowest 32 bits alone."""
+        return torch.Generator().manual_seed((number + 0x9E3779B9 * self.seed) % (1 << 32))
 
     def _block_of(self, step: int) -> int:
         return step * self.batch // (self.block * self.passes)
