@@ -105,7 +105,7 @@ def test_a_samples_targets_do_not_depend_on_its_batch(probe, features, method):
 def test_out_of_memory_halves_the_batch_and_changes_nothing(probe, features, monkeypatch):
     expected = targets_of(probe, features, RANK, "krylov", batch_size=3)
     sizes: list[int] = []
-    krylov = targets.block_krylov
+    krylov = targets.output_krylov
 
     def tight(op, *args, **options):
         sizes.append(op.batch)
@@ -113,24 +113,18 @@ def test_out_of_memory_halves_the_batch_and_changes_nothing(probe, features, mon
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return krylov(op, *args, **options)
 
-    monkeypatch.setattr(targets, "block_krylov", tight)
+    monkeypatch.setattr(targets, "output_krylov", tight)
     found = targets_of(probe, features, RANK, "krylov", batch_size=3)
     assert sizes == [3, 1, 1, 1]
     torch.testing.assert_close(found.block_energy.value, expected.block_energy.value, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize(
-    ("rows", "cols", "late", "expected"),
-    [
-        (192, 98688, False, "exact"),
-        (193, 98688, False, "krylov"),
-        (384, 98688, True, "exact"),
-        (385, 98688, True, "krylov"),
-        (150, 10**7, True, "krylov"),
-    ],
+    ("rows", "cols", "expected"),
+    [(192, 98688, "exact"), (193, 98688, "krylov"), (150, 10**7, "krylov")],
 )
-def test_auto_takes_what_needs_fewer_products_and_fits_into_memory(rows, cols, late, expected):
-    assert choose_method("auto", rows, cols, 20, late=late) == expected
+def test_auto_takes_what_needs_fewer_products_and_fits_into_memory(rows, cols, expected):
+    assert choose_method("auto", rows, cols, 20) == expected
 
 
 def test_auto_uses_its_choice():

@@ -3,10 +3,15 @@ import torch
 
 from pullback.errors import PullbackError, RankError
 from pullback.operators import DenseOperator, ProductCount
-from pullback.randnla import Streams, block_krylov, exact_svd, power_iteration
+from pullback.randnla import Streams, block_krylov, exact_svd, output_krylov, power_iteration
 from randnla.spectra import copies, exponential, matrix, nearly_flat, power_law, rank_bounded
 
-METHODS = {"power": power_iteration, "krylov": block_krylov, "exact": lambda op, rank, streams: exact_svd(op, rank)}
+METHODS = {
+    "power": power_iteration,
+    "krylov": block_krylov,
+    "output": lambda op, rank, streams: output_krylov(op, rank, streams=streams)[0],
+    "exact": lambda op, rank, streams: exact_svd(op, rank),
+}
 
 
 def streams_for(op, seed=0):
@@ -39,7 +44,7 @@ def test_every_method_returns_orthonormal_modes_with_their_singular_values(name,
     assert svd.relative_error.shape == (3, 5) and (svd.relative_error >= 0).all()
 
 
-@pytest.mark.parametrize("name", ["krylov", "exact"])
+@pytest.mark.parametrize("name", ["krylov", "output", "exact"])
 @pytest.mark.parametrize("rows,cols", [(30, 90), (90, 30), (40, 40)])
 def test_krylov_and_exact_find_the_modes_of_the_dense_svd(name, rows, cols):
     op = different_matrices(rows, cols)

@@ -21,11 +21,13 @@ from pullback.randnla import (
     block_krylov,
     exact_svd,
     krylov_outputs,
+    output_krylov,
     power_iteration,
     pulled_outputs,
 )
 from pullback.randnla.sketch import METHODS, capture_ratio
 from pullback.randnla.svd import default_block
+from pullback.randnla.trace import energy
 
 MAX_SAMPLES = {"cpu": 4, "cuda": 64}
 MAX_DENSE_BYTES = 2e9
@@ -91,9 +93,7 @@ def targets_of(
     if seeds is not None and len(seeds) != len(features):
         raise PullbackError(f"seeds: expected one per sample, {len(features)}, got {len(seeds)}.")
     rows, inputs = output_size(probe, features), features[0].numel()
-    method = choose_method(
-        method, rows, inputs, rank, num_probes=num_probes, itemsize=features.element_size(), late=_is_late(probe)
-    )
+    method = choose_method(method, rows, inputs, rank, num_probes=num_probes, itemsize=features.element_size())
     recipe = Recipe(rank, method, num_probes, rtol, precision, keep_modes)
     size = checked_batch_size(batch_size) or _samples_that_fit(recipe, rows, features)
 
@@ -115,20 +115,13 @@ def targets_of(
     return join(parts)
 
 
-def choose_method(
-    method: str, rows: int, cols: int, rank: int, *, num_probes: int = 32, itemsize: int = 4, late: bool = False
-) -> str:
-    """What "auto" means for a J of rows x cols: decided by sizes alone, so that all machines decide alike.
-
-    ``late``: at most one block is left, and a product costs less than making its result orthogonal to a Krylov space;
-    exact may then take twice as many products (DINOv2-S, L10, two CPU cores: 0.9 s an image with 384 exact products
-    and with 192 of a Krylov run).
-    """
+def choose_method(method: str, rows: int, cols: int, rank: int, *, num_probes: int = 32, itemsize: int = 4) -> str:
+    """What "auto" means for a J of rows x cols: decided by sizes alone, so that all machines decide alike."""
     if method not in METHODS:
         raise PullbackError(f"method: expected one of {', '.join(METHODS)}, got {method!r}.")
     if method != "auto":
         return method
-    cheaper = min(rows, cols) <= (2 if late else 1) * (2 * default_block(rank) * _USUAL_DEPTH + num_probes)
+    cheaper = min(rows, cols) <= 2 * default_block(rank) * _USUAL_DEPTH + num_probes
     return "exact" if cheaper and rows * cols * itemsize <= MAX_DENSE_BYTES else "krylov"
 
 
@@ -154,9 +147,9 @@ def join(parts: Sequence[Targets]) -> Targets:
 
 def _targets(op: JacobianOperator, shape: torch.Size, recipe: Recipe, streams: Streams) -> Targets:
     spent = op.products
-    svd, norms = _svd_and_norms(op, shape[0], recipe, streams)
+    svd, norms, captured = _svd_and_norms(op, shape[0], recipe, streams)
     modes = as_token_maps(svd.right, shape)
-    kappa = capture_ratio(svd, norms.total, deflated=recipe.method == "krylov")
+    kappa = capture_ratio(svd, norms.total, captured)
     return Targets(
         singular_values=svd.singular_values,
         importance=LowRankMetric(modes, svd.singular_values.square()).importance(),
@@ -169,24 +162,25 @@ def _targets(op: JacobianOperator, shape: torch.Size, recipe: Recipe, streams: S
     )
 
 
-def _svd_and_norms(op: JacobianOperator, tokens: int, recipe: Recipe, streams: Streams) -> tuple[Svd, BlockNorms]:
-    """The leading modes, and the block norms deflated by whatever they know of the output space."""
+def _svd_and_norms(
+    op: JacobianOperator, tokens: int, recipe: Recipe, streams: Streams
+) -> tuple[Svd, BlockNorms, Tensor | None]:
+    """The leading modes, the block norms deflated by what they know of the output space, and the energy in there."""
     if recipe.method == "exact":
         svd = exact_svd(op, recipe.rank)
         assert svd.column_energies is not None
-        return svd, exact_block_norms(svd.column_energies, tokens)
-    if recipe.method == "krylov":
+        return svd, exact_block_norms(svd.column_energies, tokens), None
+    captured = None
+    if recipe.method == "krylov" and op.rows <= op.cols:
+        svd, known = output_krylov(op, recipe.rank, rtol=recipe.rtol, streams=streams)
+        captured = known.pulled.square().sum((1, 2)).double()
+    elif recipe.method == "krylov":
         svd = block_krylov(op, recipe.rank, rtol=recipe.rtol, streams=streams)
-        known = krylov_outputs(svd)
+        known, captured = krylov_outputs(svd), energy(svd.deflation()[1])
     else:
         svd = power_iteration(op, recipe.rank, streams=streams)
         known = pulled_outputs(op, svd.deflation()[1])
-    return svd, block_norms(op, tokens, num_probes=recipe.num_probes, known=known, streams=streams)
-
-
-def _is_late(probe: Probe) -> bool:
-    backbone = getattr(probe, "backbone", None)
-    return backbone is not None and isinstance(probe.layer, int) and backbone.depth - 1 - probe.layer <= 1
+    return svd, block_norms(op, tokens, num_probes=recipe.num_probes, known=known, streams=streams), captured
 
 
 def _samples_that_fit(recipe: Recipe, rows: int, features: Tensor) -> int:

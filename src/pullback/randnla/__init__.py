@@ -1,6 +1,7 @@
 """Randomised numerical linear algebra on operators that are only multiplied with."""
 
 from pullback.randnla.estimate import Estimate
+from pullback.randnla.output_krylov import output_krylov
 from pullback.randnla.output_space import OutputSpace, krylov_outputs, pulled_outputs
 from pullback.randnla.sampling import Streams
 from pullback.randnla.sketch import Sketch, sketch
@@ -21,6 +22,7 @@ __all__ = [
     "exact_svd",
     "hutchinson",
     "krylov_outputs",
+    "output_krylov",
     "power_iteration",
     "pulled_outputs",
     "sketch",

@@ -99,7 +99,7 @@ def sketch(
         right=svd.right,
         spectrum=svd.spectrum,
         total=total,
-        kappa=capture_ratio(svd, total, deflated=method == "krylov"),
+        kappa=capture_ratio(svd, total, energy(svd.deflation()[1]) if method == "krylov" else None),
         effective_rank=effective,
         method=method,
         products=op.products - spent,
@@ -144,15 +144,16 @@ def _trace_noise(probes: Tensor, probe_images: Tensor, rtol: float | None) -> Ca
     return tolerance
 
 
-def capture_ratio(svd: Svd, total: Estimate, deflated: bool) -> Estimate:
+def capture_ratio(svd: Svd, total: Estimate, captured: Tensor | None) -> Estimate:
     """kappa_j = a_j / T. Given the basis, a_j is a constant, also where T = captured + tail contains it: the relative
     noise of T is that of kappa. The truncation error of a_j adds to it, which is at most the tail (Ky Fan); twice the
-    estimated tail is beyond its noise.
+    estimated tail is beyond its noise. ``captured`` [B]: the energy in the space that the modes were found in, if T was
+    deflated by it.
     """
     energies = svd.singular_values.double().square().cumsum(-1)
     missing = svd.relative_error * energies
-    if deflated:
-        missing = torch.minimum(missing, 2 * (total.value - energy(svd.deflation()[1])).clamp_min(0)[:, None])
+    if captured is not None:
+        missing = torch.minimum(missing, 2 * (total.value - captured).clamp_min(0)[:, None])
     whole = torch.where(total.value > 0, total.value, 1.0)[:, None]
     kappa = energies / whole
     return Estimate.of(kappa, torch.hypot(kappa * total.relative_se[:, None], missing / whole))
