@@ -9,13 +9,16 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import TYPE_CHECKING, Literal, NoReturn
 
 import typer
 
 from pullback.errors import PullbackError
 from pullback.report.console import console
 from pullback.report.progress import ProgressDisplay
+
+if TYPE_CHECKING:
+    from pullback.probes import MultiLayerProbe, ProbeMap
 
 Method = Literal["auto", "krylov", "paper", "exact"]
 Precision = Literal["float32", "tf32", "bf16"]
@@ -88,3 +91,19 @@ def parse_size(text: str | None) -> int | tuple[int, int] | None:
     if match is None:
         raise PullbackError(f"size: expected pixels such as 224, or height x width such as 224x308, got {text!r}.")
     return (int(match[1]), int(match[2])) if match[2] else int(match[1])
+
+
+def load_any_probe(
+    model: str,
+    decoder: str,
+    layer: int | str | None,
+    device: str,
+    distance: str | None = None,
+    after_norm: bool = True,
+) -> ProbeMap | MultiLayerProbe:
+    """A probe at a block, or at all layers that a dense decoder reads when ``layer`` is "hooks"."""
+    from pullback.probes import load_probe, multi_layer_probe
+
+    if isinstance(layer, str):
+        return multi_layer_probe(model, decoder, device=device, distance=distance, after_norm=after_norm)
+    return load_probe(model, decoder, layer, device=device, distance=distance)

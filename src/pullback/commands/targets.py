@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from pullback.commands.common import Method, Precision, parse_layer, parse_size, prepare, reported
+from pullback.commands.common import Method, Precision, load_any_probe, parse_layer, parse_size, prepare, reported
 from pullback.report.console import console
 from pullback.report.files import layer_name
 from pullback.report.progress import ProgressDisplay
@@ -17,7 +17,6 @@ from pullback.report.progress import ProgressDisplay
 if TYPE_CHECKING:
     from pullback.data.sources import Source
     from pullback.learning.store import TargetStore
-    from pullback.probes import MultiLayerProbe, ProbeMap
 
 _NAMED = 10
 
@@ -78,7 +77,7 @@ def targets(
 
         progress.stage(f"loading {model}")
         place = "cpu" if engine == "ray" else device  # on a cluster the workers have the GPUs
-        probe = _load(model, decoder, layer, place, distance)
+        probe = load_any_probe(model, decoder, None if layer is None else parse_layer(layer), place, distance)
         progress.stage(f"listing {images}")
         source = open_source(images)
         before = _rows(out)
@@ -107,15 +106,6 @@ def targets(
             progress.current = None
             raise
     _print_summary(store, before, time.perf_counter() - begun)
-
-
-def _load(model: str, decoder: str, layer: str | None, device: str, distance: str | None) -> ProbeMap | MultiLayerProbe:
-    from pullback.probes import load_probe, multi_layer_probe
-
-    place = None if layer is None else parse_layer(layer)
-    if isinstance(place, str):
-        return multi_layer_probe(model, decoder, device=device, distance=distance)
-    return load_probe(model, decoder, place, device=device, distance=distance)
 
 
 def _rows(out: Path) -> int:

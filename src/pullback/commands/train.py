@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from pullback.commands.common import parse_layer, parse_size, prepare, reported
+from pullback.commands.common import load_any_probe, parse_layer, parse_size, prepare, reported
 from pullback.report.console import console
 from pullback.report.progress import ProgressDisplay
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from pullback.learning.fit import FitConfig
     from pullback.learning.pretrained import Pretrained
     from pullback.learning.store import TargetStore
-    from pullback.probes import MultiLayerProbe, ProbeMap
 
 train = typer.Typer(
     name="train", help="Learn the geometry from targets: an importance head, or the whole metric.", no_args_is_help=True
@@ -80,7 +79,7 @@ def head(
         stored = stores[0].config
         name = model or stored["model"]
         progress.stage(f"loading {name}")
-        probe = _load_probe(
+        probe = load_any_probe(
             name, stored["decoder"], stored["layer"], place, stored["distance"], stored.get("after_norm", True)
         )
         judge = _held_out(held_out)
@@ -148,7 +147,7 @@ def spn(
         from pullback.learning.train_spn import train_spn
 
         progress.stage(f"loading {model}")
-        probe = _load_probe(model, decoder, None if layer is None else parse_layer(layer), place)
+        probe = load_any_probe(model, decoder, None if layer is None else parse_layer(layer), place)
         judges, source = open_source(held_out), open_source(images)
         expected = source.count if source.count is None or limit is None else min(source.count, limit)
         fitted = train_spn(
@@ -224,21 +223,6 @@ def _processes(device: str) -> Iterator[str]:
         yield f"cuda:{os.environ['LOCAL_RANK']}" if on_gpu else "cpu"
     finally:
         torch.distributed.destroy_process_group()
-
-
-def _load_probe(
-    model: str,
-    decoder: str,
-    layer: int | str | None,
-    device: str,
-    distance: str | None = None,
-    after_norm: bool = True,
-) -> ProbeMap | MultiLayerProbe:
-    from pullback.probes import load_probe, multi_layer_probe
-
-    if isinstance(layer, str):
-        return multi_layer_probe(model, decoder, device=device, distance=distance, after_norm=after_norm)
-    return load_probe(model, decoder, layer, device=device, distance=distance)
 
 
 def _held_out(text: str) -> TargetStore | float:
