@@ -1,5 +1,7 @@
 """Fresh crops: blocks follow from seed and number, targets are those of the features beside them, runs resume."""
 
+import copy
+
 import pytest
 import torch
 
@@ -17,7 +19,7 @@ PICTURES = torch.randint(0, 256, (6, 3, 64, 64), dtype=torch.uint8, generator=to
 
 @pytest.fixture(scope="module")
 def probe():
-    return load_probe(seeded_vit().float().eval(), "cls", 3)
+    return load_probe(copy.deepcopy(seeded_vit()).float().eval(), "cls", 3)  # the model itself is shared by all tests
 
 
 def crops(probe, **options) -> FreshCrops:
