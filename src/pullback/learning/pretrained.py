@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -25,12 +26,14 @@ class Pretrained(nn.Module):
     config: Any
 
     @classmethod
+    @abstractmethod
     def config_from_dict(cls, stored: Mapping[str, Any]) -> Any:
-        raise NotImplementedError
+        """The config from what config.json holds."""
 
     @classmethod
+    @abstractmethod
     def from_config(cls: type[_Model], config: Any) -> _Model:
-        raise NotImplementedError
+        """The network with random weights."""
 
     def save_pretrained(self, folder: str | Path) -> Path:
         """Write the three files; the folder is made where it is missing."""
