@@ -100,12 +100,13 @@ class Backbone:
         ``positions`` [B, n] are the tokens' places in the full sequence of ``layout``; only families with rotary
         positions need them (and a layout when the grid is not square).
         """
-        rope = self._rope_of(tokens, layout, positions)
+        rope = self.rope_of(tokens, layout, positions)
         for block in self.blocks[start:stop]:
             tokens = block(tokens, rope)
         return tokens
 
-    def _rope_of(self, tokens: Tensor, layout: TokenLayout | None, positions: Tensor | None) -> Rope | None:
+    def rope_of(self, tokens: Tensor, layout: TokenLayout | None, positions: Tensor | None) -> Rope | None:
+        """The rotary tables of these tokens, None for families without."""
         if self.rope_tables is None:
             return None
         if positions is not None and layout is None:

@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pullback.backbones.attention import attend
+
 
 class Affine(NamedTuple):
     """x -> weight x + bias."""
@@ -114,14 +116,17 @@ class Block:
             q, k = rope.rotate(q, rows), rope.rotate(k, x.shape[1])
         return q, k, v
 
-    def __call__(self, x: Tensor, rope: Rope | None = None, rows: int | None = None) -> Tensor:
+    def __call__(
+        self, x: Tensor, rope: Rope | None = None, rows: int | None = None, log_sizes: Tensor | None = None
+    ) -> Tensor:
         """[B, N, D] -> [B, rows, D]: the output of the first ``rows`` tokens (default all), attending to all N.
 
         A decoder that reads only the class token needs one query in the last block, but every key and value.
+        ``log_sizes`` [B, N]: token t stands for exp(log_sizes_t) equal ones.
         """
         rows = x.shape[1] if rows is None else rows
         q, k, v = self.attention_inputs(self.norm1(x), rope, rows)
-        attended = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        attended = attend(q, k, v, log_sizes).transpose(1, 2).flatten(2)
         y = x[:, :rows] + _scaled(self.project(attended), self.scale1)
         return y + _scaled(self.mlp(self.norm2(y)), self.scale2)
 

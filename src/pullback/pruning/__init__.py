@@ -1,0 +1,25 @@
+"""Removing tokens of a frozen ViT while its output stays."""
+
+from pullback.pruning.apply import PrunedModel, prune, restore
+from pullback.pruning.context import Modes, Score, ScoreContext
+from pullback.pruning.matching import Matching
+from pullback.pruning.plan import PrunePlan, preset
+from pullback.pruning.run import PrunedRun, StageRecord, run_pruned
+from pullback.pruning.scores import SCORES, as_score
+
+__all__ = [
+    "SCORES",
+    "Matching",
+    "Modes",
+    "PrunePlan",
+    "PrunedModel",
+    "PrunedRun",
+    "Score",
+    "ScoreContext",
+    "StageRecord",
+    "as_score",
+    "preset",
+    "prune",
+    "restore",
+    "run_pruned",
+]

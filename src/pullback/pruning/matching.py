@@ -1,0 +1,127 @@
+"""Which tokens go, and into whom: decided once, applied to any tensor that has a row per token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Matching:
+    """Of N tokens K are kept and R removed; every removed one has a partner among the kept.
+
+    ``merged`` [B, R]: its content goes into the partner; otherwise it is dropped, and the partner is only whom its
+    reconstruction follows.
+    """
+
+    kept: Tensor  # [B, K] indices into the sequence, ascending
+    removed: Tensor  # [B, R]
+    destination: Tensor  # [B, R] indices into `kept`
+    merged: Tensor  # [B, R] bool
+
+    def keep(self, x: Tensor) -> Tensor:
+        """[B, N, ...] -> [B, K, ...]"""
+        return rows(x, self.kept)
+
+    def take(self, x: Tensor) -> Tensor:
+        """[B, N, ...] -> [B, R, ...], the removed ones."""
+        return rows(x, self.removed)
+
+    def partner(self, y: Tensor) -> Tensor:
+        """[B, K, ...] -> [B, R, ...], the partner's value for each removed token."""
+        return rows(y, self.destination)
+
+    def merge(self, x: Tensor, weights: Tensor) -> Tensor:
+        """F_b + sum_a w_a / (w_b + sum_a w_a) (F_a - F_b): x [B, N, D], weights [B, N] -> [B, K, D].
+
+        The weighted mean, written so that a token into which nothing is merged, or only its equals, does not change.
+        """
+        kept = self.keep(x)
+        if self.removed.shape[1] == 0:
+            return kept
+        weights = weights.to(torch.promote_types(x.dtype, torch.float32))
+        shares = self._incoming(self.take(weights))  # [B, K, R]
+        total = self.keep(weights) + shares.sum(-1)
+        shares = (shares / total.clamp_min(torch.finfo(torch.float32).tiny)[..., None]).to(x.dtype)
+        return torch.baddbmm(kept, shares, self.take(x) - self.partner(kept))
+
+    def add(self, x: Tensor) -> Tensor:
+        """Sums: x [B, N] -> [B, K]; what is dropped is lost."""
+        return self.keep(x) + self._incoming(self.take(x)).sum(-1)
+
+    def place(self, kept: Tensor, removed: Tensor) -> Tensor:
+        """Both back at their places: [B, K, ...], [B, R, ...] -> [B, N, ...]."""
+        order = torch.cat([self.kept, self.removed], 1)
+        here = torch.arange(order.shape[1], device=order.device).expand_as(order)
+        return rows(torch.cat([kept, removed], 1), torch.zeros_like(order).scatter(1, order, here))
+
+    def unmerge(self, y: Tensor) -> Tensor:
+        """[B, K, ...] -> [B, N, ...]: every removed token is a copy of its partner."""
+        return self.place(y, self.partner(y))
+
+    def _incoming(self, values: Tensor) -> Tensor:
+        """Values [B, R] of merged tokens in the row of their partner: [B, K, R]. A product with it is deterministic,
+        which adding rows by index is not on a GPU."""
+        partners = torch.arange(self.kept.shape[1], device=values.device)
+        arrives = (self.destination[:, None] == partners[:, None]) & self.merged[:, None]
+        return arrives * values[:, None]
+
+
+def rows(x: Tensor, index: Tensor) -> Tensor:
+    """x [B, N, ...], index [B, n] -> [B, n, ...]."""
+    wide = index.reshape(*index.shape, *(1,) * (x.ndim - 2))
+    return x.gather(1, wide.expand(*index.shape, *x.shape[2:]))
+
+
+def lowest(scores: Tensor, count: int, prefix: int) -> tuple[Tensor, Tensor]:
+    """(kept [B, N - count] ascending, removed [B, count]): the patches with the lowest scores [B, N] go."""
+    place = torch.arange(scores.shape[1], device=scores.device)
+    order = torch.where(place < prefix, torch.inf, scores.float()).argsort(dim=1, descending=True, stable=True)
+    split = scores.shape[1] - count
+    return order[:, :split].sort(dim=1).values, order[:, split:]
+
+
+def artifacts(tokens: Tensor, prefix: int, deviations: float = 4.0) -> Tensor:
+    """[B, N] bool: tokens whose norm is more than 4 median absolute deviations from the median of the patches.
+
+    DINOv2 has a few such tokens in the background from the middle layers on; averages that touch them are ruined.
+    """
+    norms = tokens.float().norm(dim=-1)
+    centre = _median(norms[:, prefix:])
+    away = (norms - centre).abs()
+    return away > deviations * _median(away[:, prefix:])
+
+
+def _median(values: Tensor) -> Tensor:
+    """[B, n] -> [B, 1], the upper one of two; by sorting, which every exporter knows."""
+    return values.sort(dim=1).values[:, values.shape[1] // 2, None]
+
+
+def match_by_cosine(
+    tokens: Tensor, kept: Tensor, removed: Tensor, allowed: Tensor, gate: float
+) -> tuple[Tensor, Tensor]:
+    """The most similar kept token among ``allowed`` [B, N] -> (destination, merged) [B, R].
+
+    Merged where the cosine is above ``gate``, and only into an allowed token.
+    """
+    unit = F.normalize(tokens, dim=-1)
+    cosine = (rows(unit, removed) @ rows(unit, kept).mT).float()  # [B, R, K]
+    best = cosine.masked_fill(~rows(allowed, kept)[:, None], -2.0).max(-1)
+    return best.indices, best.values > max(gate, -1.5)
+
+
+def match_by_task(tokens: Tensor, modes: Tensor, kept: Tensor, removed: Tensor, prefix: int) -> tuple[Tensor, Tensor]:
+    """The nearest kept token under d_task (`eq:dtask`), literally -> (destination, merged) [B, R].
+
+    d(a, b)^2 = sum_j ((sigma_j v_j^(a))^T (F_a - F_b))^2 with the scaled modes sigma_j v_j [B, r, N, D]. The class
+    token counts as a destination; its importance is infinite (s_0 = inf), so whatever is merged into it is lost.
+    """
+    index = removed[:, None, :, None].expand(-1, modes.shape[1], -1, modes.shape[-1])
+    blocks = modes.gather(2, index)  # [B, r, R, D]
+    own = (blocks * rows(tokens, removed)[:, None]).sum(-1, keepdim=True)  # [B, r, R, 1]
+    reach = blocks @ rows(tokens, kept).mT[:, None]  # [B, r, R, K]
+    nearest = (own - reach).square().sum(1).argmin(-1)
+    return nearest, rows(kept, nearest) >= prefix

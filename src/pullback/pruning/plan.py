@@ -1,0 +1,152 @@
+"""What is removed where, and what becomes of it: plain data, and the named combinations."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+from pullback.errors import PullbackError
+
+Select = Literal["score", "cost"]
+Match = Literal["none", "task", "cosine", "bipartite", "strided"]
+Weighting = Literal["importance", "size"]
+Reinsert = Literal["none", "frozen", "drift", "copy"]
+
+
+@dataclass(frozen=True)
+class PrunePlan:
+    """Stage l acts on F^l, the output of block l, so block l + 1 is the first that sees fewer tokens.
+
+    ``shares``: of the original patch tokens, removed at each stage; together they are the prune ratio.
+    ``select``: the lowest scores go, or the lowest products of score and distance to the partner (the two factors of
+    `eq:pruning_bound`).
+    ``match``: the partner of a removed token is the nearest kept one by d_task (`eq:dtask`) or by cosine, or by cosine
+    in ToMe's second set or on a strided grid; "none" drops what is removed.
+    ``gates``: for each stage the cosine under which a token is dropped rather than merged.
+    ``weighting`` of the mean that replaces the partner. ``sizes``: later attention counts a token as often as what it
+    stands for. ``safe``: nothing is merged into tokens of unusual norm.
+    ``reinsert``: how removed tokens come back where a decoder reads them: as they were (the paper), moved as far as
+    their partner moved since, or as copies of it; "none": not at all, for decoders that read the class token.
+    ``fuse_last``: Last-Layer Fusion, they come back before the last block, which runs on all of them.
+    """
+
+    stages: tuple[int, ...]
+    shares: tuple[float, ...]
+    select: Select = "score"
+    match: Match = "cosine"
+    gates: tuple[float, ...] = ()
+    weighting: Weighting = "importance"
+    sizes: bool = False
+    safe: bool = False
+    reinsert: Reinsert = "none"
+    fuse_last: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stages", tuple(self.stages))
+        object.__setattr__(self, "shares", tuple(float(share) for share in self.shares))
+        object.__setattr__(self, "gates", tuple(self.gates) or (-1.0,) * len(self.stages))
+        self._check_stages()
+        self._check_words()
+
+    def _check_stages(self) -> None:
+        if not self.stages:
+            raise PullbackError("stages: expected at least one block index such as [3], got none.")
+        if any(isinstance(stage, bool) or not isinstance(stage, int) or stage < 0 for stage in self.stages):
+            raise PullbackError(f"stages: expected block indices from 0, got {list(self.stages)}.")
+        if list(self.stages) != sorted(set(self.stages)):
+            raise PullbackError(f"stages: expected ascending blocks, each once, got {list(self.stages)}.")
+        for name, values in (("shares", self.shares), ("gates", self.gates)):
+            if len(values) != len(self.stages):
+                raise PullbackError(f"{name}: expected one for each of {len(self.stages)} stages, got {len(values)}.")
+        if not all(math.isfinite(share) and share >= 0 for share in self.shares) or self.ratio >= 1:
+            raise PullbackError(
+                f"ratio: expected a share of the patch tokens from 0 up to, but without, 1, got {self.ratio:g}"
+                + (f" (stages {list(self.shares)})." if len(self.shares) > 1 else ".")
+            )
+
+    def _check_words(self) -> None:
+        for name, allowed in (
+            ("select", Select),
+            ("match", Match),
+            ("weighting", Weighting),
+            ("reinsert", Reinsert),
+        ):
+            if getattr(self, name) not in get_args(allowed):
+                words = ", ".join(get_args(allowed))
+                raise PullbackError(f"{name}: expected one of {words}, got {getattr(self, name)!r}.")
+        if self.fuse_last and self.reinsert == "none":
+            raise PullbackError("fuse_last: removed tokens must come back for it; set reinsert to frozen or drift.")
+
+    @property
+    def ratio(self) -> float:
+        return sum(self.shares)
+
+    def counts(self, patches: int) -> tuple[int, ...]:
+        """Tokens removed at each stage; together round(ratio * patches)."""
+        edges = [0]
+        for done in range(1, len(self.shares) + 1):
+            edges.append(round(sum(self.shares[:done]) * patches))
+        return tuple(after - before for before, after in itertools.pairwise(edges))
+
+    def check_depth(self, depth: int) -> None:
+        """Refuse stages that a backbone with so many blocks does not have."""
+        if self.stages[-1] > depth - 2:
+            raise PullbackError(
+                f"stages: expected blocks from 0 to {depth - 2} (of {depth}: after the last one nothing is left to "
+                f"save), got {list(self.stages)}."
+            )
+        if self.fuse_last and self.stages[-1] == depth - 2 and self.shares[-1] > 0:
+            warnings.warn(
+                f"stages: block {depth - 2} is the last but one, and Last-Layer Fusion runs the last one on all "
+                "tokens, so this stage changes nothing and costs time.",
+                stacklevel=3,
+            )
+
+    def with_ratio(self, ratio: float) -> PrunePlan:
+        """The same plan, the ratio split equally over the stages."""
+        return replace(self, shares=even(ratio, len(self.stages)))
+
+
+def even(ratio: float, stages: int) -> tuple[float, ...]:
+    return (ratio / max(1, stages),) * stages
+
+
+PRESETS = ("best", "paper", "drop", "tome", "evit", "strided")
+
+
+def preset(
+    name: str, ratio: float | Sequence[float], stages: Sequence[int], *, dense: bool = False, depth: int = 12
+) -> PrunePlan:
+    """A named plan. ``ratio``: split equally over the stages, or a share for each. ``dense``: the decoder reads
+    patches.
+
+    best: what won on our measurements (docs/pruning.md). paper: section 7 literally. drop: the lowest scores go,
+    nothing else. tome, evit, strided: baselines from the literature that work on frozen models; their score is "tome",
+    "evit" or "strided".
+    """
+    stages = tuple(stages)
+    shares = even(ratio, len(stages)) if isinstance(ratio, (int, float)) else tuple(ratio)
+    if name not in PRESETS:
+        raise PullbackError(f"preset: expected one of {', '.join(PRESETS)}, got {name!r}.")
+    if name == "best":
+        return _best(stages, shares, dense, depth)
+    back: Reinsert = "copy" if dense else "none"
+    if name == "paper" and dense:
+        return PrunePlan(stages, shares, match="none", reinsert="frozen", fuse_last=True)
+    if name == "paper":
+        return PrunePlan(stages, shares, match="task")
+    if name == "tome":
+        return PrunePlan(stages, shares, match="bipartite", weighting="size", sizes=True, reinsert=back)
+    if name == "strided":
+        return PrunePlan(stages, shares, match="strided", weighting="size", sizes=True, reinsert=back)
+    return PrunePlan(stages, shares, match="none", reinsert="frozen" if dense else "none")
+
+
+def _best(stages: tuple[int, ...], shares: tuple[float, ...], dense: bool, depth: int) -> PrunePlan:
+    gates = tuple(0.7 if stage < depth / 3 else 0.5 if stage < 2 * depth / 3 else 0.7 for stage in stages)
+    plan = PrunePlan(stages, shares, match="cosine", gates=gates, sizes=True, safe=True)
+    return replace(plan, gates=(), reinsert="drift", fuse_last=True) if dense else plan

@@ -1,0 +1,127 @@
+"""Who goes, into whom, and that one decision applies to any tensor and can be undone."""
+
+import pytest
+import torch
+
+from families import random_normal
+from pullback.pruning.matching import Matching, artifacts, lowest, match_by_cosine, match_by_task, rows
+
+MATCHING = Matching(
+    kept=torch.tensor([[0, 2, 4], [0, 1, 3]]),
+    removed=torch.tensor([[3, 1], [2, 4]]),
+    destination=torch.tensor([[1, 1], [2, 1]]),
+    merged=torch.tensor([[True, True], [True, False]]),
+)
+
+
+def test_a_merge_is_the_weighted_mean():
+    x, weights = random_normal(2, 5, 4), random_normal(2, 5, seed=1).abs()
+    merged = MATCHING.merge(x, weights)
+    w = weights[0]
+    expected = (w[2] * x[0, 2] + w[3] * x[0, 3] + w[1] * x[0, 1]) / (w[1] + w[2] + w[3])
+    torch.testing.assert_close(merged[0, 1], expected)
+    torch.testing.assert_close(
+        merged[1, 2], (weights[1, 3] * x[1, 3] + weights[1, 2] * x[1, 2]) / weights[1, 2:4].sum()
+    )
+
+
+def test_a_token_that_takes_in_nothing_keeps_its_bits():
+    x, weights = random_normal(2, 5, 4).float(), random_normal(2, 5, seed=1).abs()
+    merged = MATCHING.merge(x, weights)
+    assert torch.equal(merged[0, [0, 2]], x[0, [0, 4]])
+    assert torch.equal(merged[1, :2], x[1, :2]), "a dropped token leaves no trace in its partner"
+
+
+def test_merging_equals_changes_nothing():
+    x = random_normal(2, 5, 4).float()
+    x[0, 1] = x[0, 3] = x[0, 2]
+    assert torch.equal(MATCHING.merge(x, torch.rand(2, 5))[0, 1], x[0, 2])
+
+
+def test_sizes_add_up_and_what_is_dropped_is_lost():
+    sizes = torch.tensor([[1.0, 2, 3, 4, 5], [1, 1, 1, 1, 1]])
+    assert MATCHING.add(sizes).tolist() == [[1, 9, 5], [1, 1, 2]]
+
+
+@pytest.mark.parametrize("shape", [(2, 5), (2, 5, 3), (2, 5, 3, 2)])
+def test_kept_and_removed_go_back_to_their_places(shape):
+    x = random_normal(*shape)
+    assert torch.equal(MATCHING.place(MATCHING.keep(x), MATCHING.take(x)), x)
+
+
+def test_unmerging_copies_the_partner():
+    y = random_normal(2, 3, 4)
+    full = MATCHING.unmerge(y)
+    assert torch.equal(full[0], y[0, [0, 1, 1, 1, 2]])
+    assert torch.equal(full[1], y[1, [0, 1, 2, 2, 1]])
+
+
+def test_merge_then_unmerge_is_a_projection():
+    x, weights = random_normal(2, 5, 4), random_normal(2, 5, seed=1).abs()
+    once = MATCHING.unmerge(MATCHING.merge(x, weights))
+    torch.testing.assert_close(MATCHING.unmerge(MATCHING.merge(once, weights)), once)
+
+
+def test_the_lowest_patches_go_and_the_prefix_never():
+    scores = torch.tensor([[-9.0, -8.0, 5.0, 1.0, 3.0, 2.0]])
+    kept, removed = lowest(scores, 2, prefix=2)
+    assert kept.tolist() == [[0, 1, 2, 4]]
+    assert sorted(removed[0].tolist()) == [3, 5]
+
+
+def test_nothing_to_remove():
+    kept, removed = lowest(torch.rand(2, 5), 0, prefix=1)
+    assert kept.tolist() == [[0, 1, 2, 3, 4]] * 2
+    empty = Matching(kept, removed, removed, removed.bool())
+    x = random_normal(2, 5, 3)
+    assert torch.equal(empty.merge(x, torch.rand(2, 5)), x)
+    assert torch.equal(empty.unmerge(x), x)
+
+
+def test_artifacts_are_patches_of_unusual_norm():
+    tokens = random_normal(1, 60, 32)
+    tokens[0, 0] *= 30  # the class token is judged too, but does not count in the median
+    tokens[0, 17] *= 10
+    assert artifacts(tokens, prefix=1)[0].nonzero().flatten().tolist() == [0, 17]
+
+
+def test_cosine_matching_finds_the_most_similar_allowed_token():
+    tokens = random_normal(2, 9, 5)
+    kept, removed = lowest(random_normal(2, 9, seed=1), 4, prefix=1)
+    allowed = torch.ones(2, 9, dtype=torch.bool)
+    allowed[:, 0] = False
+    allowed[0, kept[0, 2]] = False
+    destination, merged = match_by_cosine(tokens, kept, removed, allowed, gate=0.1)
+    for image in range(2):
+        for number, a in enumerate(removed[image]):
+            cosine = torch.cosine_similarity(tokens[image, a][None], tokens[image, kept[image]], dim=1)
+            cosine[~allowed[image, kept[image]]] = -2
+            assert destination[image, number] == cosine.argmax()
+            assert merged[image, number] == (cosine.max() > 0.1)
+
+
+def test_without_any_allowed_token_nothing_is_merged():
+    tokens = random_normal(1, 4, 3)
+    nobody = torch.zeros(1, 4, dtype=torch.bool)
+    _, merged = match_by_cosine(tokens, torch.tensor([[0, 1]]), torch.tensor([[2, 3]]), nobody, gate=-1.0)
+    assert not merged.any()
+
+
+def test_task_matching_is_the_quadratic_form_of_the_paper():
+    """d_task(a, b)^2 = (F_a - F_b)^T Q_a (F_a - F_b), Q_a = sum_j sigma_j^2 v_j^(a) v_j^(a)T, formed densely."""
+    tokens, modes = random_normal(2, 8, 6), random_normal(2, 3, 8, 6, seed=1)
+    kept, removed = lowest(random_normal(2, 8, seed=2), 3, prefix=1)
+    destination, merged = match_by_task(tokens, modes, kept, removed, prefix=1)
+    for image in range(2):
+        for number, a in enumerate(removed[image]):
+            metric = torch.einsum("jd,je->de", modes[image, :, a], modes[image, :, a])
+            gaps = tokens[image, a] - tokens[image, kept[image]]
+            distances = torch.einsum("kd,de,ke->k", gaps, metric, gaps)
+            assert destination[image, number] == distances.argmin()
+            assert merged[image, number] == (distances.argmin() != 0), "merged into the class token it would be lost"
+
+
+def test_rows_takes_rows_of_any_tensor():
+    x = random_normal(2, 5, 3, 2)
+    index = torch.tensor([[4, 0], [1, 1]])
+    assert torch.equal(rows(x, index), torch.stack([x[0, [4, 0]], x[1, [1, 1]]]))

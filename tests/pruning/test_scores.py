@@ -1,0 +1,110 @@
+"""Scores see one image at a time, and mean what their papers say."""
+
+import pytest
+import torch
+
+from families import images_for, model_of, random_normal, seeded_vit
+from pullback.backbones import load_backbone
+from pullback.errors import ModelError, PullbackError
+from pullback.layout import TokenLayout
+from pullback.pruning import SCORES, ScoreContext, as_score, run_pruned
+from pullback.pruning.plan import PrunePlan
+from pullback.pruning.scores import NEVER, HeadScore, alternate, strided
+
+
+def context_of(backbone, images, layer=1, **changes):
+    layout = backbone.token_layout(images)
+    entered = backbone.run(backbone.embed(images), 0, layer, layout=layout)
+    tokens = backbone.run(entered, layer, layer + 1, layout=layout)
+    positions = torch.arange(tokens.shape[1]).expand(len(tokens), -1)
+    sizes = torch.ones(tokens.shape[:2], dtype=tokens.dtype)
+    return tokens, ScoreContext(backbone, layer, layout, positions, sizes, entered, **changes)
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_an_image_is_scored_alone_as_in_a_batch(name):
+    backbone, images = load_backbone(seeded_vit()), random_normal(3, 3, 70, 84)
+    tokens, context = context_of(backbone, images)
+    together = SCORES[name](tokens, context)
+    assert together.shape == tokens.shape[:2]
+    assert (together >= 0).all()
+    for number in range(3):
+        alone = SCORES[name](*context_of(backbone, images[number : number + 1]))
+        torch.testing.assert_close(together[number : number + 1], alone)
+
+
+@pytest.mark.parametrize("name", ["dinov2", "dinov2-registers", "dinov3", "clip"])
+def test_class_attention_is_that_of_the_model(name):
+    model, images = model_of(name), images_for(name, (3, 3))
+    backbone = load_backbone(model)
+    _, context = context_of(backbone, images, layer=2)
+    model.set_attn_implementation("eager")
+    try:
+        own = model(images, output_attentions=True).attentions[2]
+    finally:
+        model.set_attn_implementation("sdpa")
+    torch.testing.assert_close(context.class_attention(), own.mean(1)[:, 0])
+
+
+def test_class_attention_counts_merged_tokens_by_their_size():
+    backbone, images = load_backbone(seeded_vit()), random_normal(2, 3, 70, 84)
+    _, context = context_of(backbone, images, log_sizes=random_normal(2, 31, seed=1))
+    block = backbone.blocks[1]
+    q, k, _ = block.attention_inputs(block.norm1(context.block_input), None, 1)
+    logits = (q @ k.mT) * block.head_dim**-0.5 + context.log_sizes[:, None, None]
+    expected = logits.softmax(-1).mean((1, 2))
+    torch.testing.assert_close(context.class_attention(), expected)
+
+
+def test_without_a_class_token_there_is_no_class_attention():
+    tokens, context = context_of(load_backbone(model_of("siglip")), images_for("siglip", (3, 3)))
+    for name in ("evit", "cls-similarity"):
+        with pytest.raises(ModelError, match="has no class token"):
+            SCORES[name](tokens, context)
+
+
+def test_redundancy_removes_what_has_a_twin_in_the_set_that_stays():
+    backbone, images = load_backbone(seeded_vit()), random_normal(1, 3, 70, 84)
+    tokens, context = context_of(backbone, images)
+    tokens[0, 5] = 2 * tokens[0, 8]  # patch 4 goes, its twin, patch 7, is in the second set
+    score = SCORES["tome"](tokens, context)
+    assert score.argmin() == 5
+    assert score[0, 5] == pytest.approx(0, abs=1e-6)
+    stays = alternate(context)[0]
+    assert (score[0, stays] == NEVER).all() and score[0, 0] == NEVER
+    assert stays.sum() == 15 and not stays[0]
+
+
+def test_the_strided_set_is_a_corner_of_every_cell():
+    layout = TokenLayout(2, (4, 5))
+    positions = torch.tensor([[0, 1, 2, 3, 4, 6, 7, 12, 13]])
+    backbone = load_backbone(model_of("dinov2-registers"))
+    context = ScoreContext(backbone, 0, layout, positions, positions, positions)
+    # places 2, 4 and 6 are columns 0, 2 and 4 of row 0; 12 and 14 would be columns 0 and 2 of row 2
+    assert positions[0, strided(context)[0]].tolist() == [2, 4, 6, 12]
+
+
+def test_random_scores_follow_the_generator():
+    backbone, images = load_backbone(seeded_vit()), random_normal(2, 3, 70, 84)
+    draws = [
+        SCORES["random"](*context_of(backbone, images, generator=torch.Generator().manual_seed(seed)))
+        for seed in (1, 1, 2)
+    ]
+    assert torch.equal(draws[0], draws[1])
+    assert not torch.equal(draws[0], draws[2])
+
+
+def test_choices():
+    assert as_score("norm") is SCORES["norm"]
+    head = HeadScore(torch.nn.Identity())
+    assert as_score(head) is head
+    with pytest.raises(PullbackError, match=r"score: expected one of random, tome, .* got 'magic'"):
+        as_score("magic")
+    with pytest.raises(PullbackError, match="score: expected a name, a head or a function, got int"):
+        as_score(3)
+
+
+def test_a_score_of_the_wrong_shape_is_refused():
+    backbone = load_backbone(seeded_vit())
+    with pytest.raises(PullbackError, match=r"score: expected one number per token, \[1, 26\], got \[1, 26, 64\]"):
+        run_pruned(backbone, random_normal(1, 3, 70, 70), PrunePlan((2,), (0.5,)), [lambda t, c: t], layers=[5])
