@@ -17,7 +17,7 @@ import torch.nn.functional as F
 import transformers as tf
 from torch import Tensor, nn
 
-from pullback.backbones.checkpoint import write_tiny_scenes
+from pullback.backbones.checkpoint import write_network
 from pullback.models.tiny_scenes import TinyScenes, TinyScenesConfig
 
 Reference = Callable[[nn.Module, Tensor], Tensor]
@@ -43,7 +43,7 @@ class SmallModel:
 def save(model: nn.Module, folder: Path) -> None:
     """The model as a folder that `load_backbone` takes."""
     if isinstance(model, TinyScenes):
-        write_tiny_scenes(model, folder)
+        write_network(model, folder)
     else:
         model.save_pretrained(folder)
 

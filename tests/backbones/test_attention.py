@@ -2,8 +2,8 @@
 
 import torch
 import torch.nn.functional as F
-from families import random_normal
 
+from families import random_normal
 from pullback.backbones.attention import _attend_with_channel, attend
 
 

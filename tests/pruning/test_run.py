@@ -12,6 +12,7 @@ from pullback.learning.head import HeadConfig, ImportanceHead
 from pullback.learning.origin import Origin
 from pullback.pruning import PrunePlan, preset, run_pruned
 from pullback.pruning.matching import rows
+from pullback.pruning.run import residuals
 
 LAST = 5
 
@@ -224,3 +225,17 @@ def test_heads_are_checked(backbone, images):
         run_pruned(backbone, images, PLANS["paper"], ["norm"], layers=[LAST])
     with pytest.raises(PullbackError, match="stages: expected blocks from 0 to 4"):
         run_pruned(backbone, images, preset("best", 0.4, [5]), ["norm"], layers=[LAST])
+
+
+def test_the_cost_of_a_token_is_its_score_times_the_way_to_its_partner():
+    tokens = random_normal(1, 6, 4)
+    scores = torch.tensor([[9.0, 3.0, 1.0, 2.0, 5.0, 4.0]])
+    allowed = torch.tensor([[False, True, True, True, False, True]])
+    found = residuals(tokens, scores, allowed)[0]
+    for token in range(6):
+        others = [u for u in range(6) if allowed[0, u] and scores[0, u] > scores[0, token]]
+        own = tokens[0, token].norm()
+        if others:
+            cosine = torch.cosine_similarity(tokens[0, token][None], tokens[0, others], dim=1)
+            own = torch.minimum(own, (tokens[0, token] - tokens[0, others[int(cosine.argmax())]]).norm())
+        assert found[token] == pytest.approx(float(own), rel=1e-6)

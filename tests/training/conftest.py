@@ -2,7 +2,7 @@
 
 import pytest
 
-from pullback.backbones.checkpoint import write_tiny_scenes
+from pullback.backbones.checkpoint import write_network
 from pullback.training.tiny_scenes import Recipe, build
 
 
@@ -11,5 +11,5 @@ def toy_model(tmp_path_factory) -> str:
     """The folder of an untrained network: 56 pixels, 16 patches, 4 layers."""
     folder = tmp_path_factory.mktemp("toy")
     recipe = Recipe(size=56, width=24, layers=4, heads=2, hooks=(0, 1, 2, 3), channels=8)
-    write_tiny_scenes(build(recipe).eval(), folder)
+    write_network(build(recipe).eval(), folder)
     return str(folder)

@@ -65,7 +65,7 @@ class Rope(NamedTuple):
         """The rows of a token subset; positions [B, n] index the full sequence."""
         width = self.cos.shape[-1]
         index = positions[:, None, :, None].expand(-1, -1, -1, width)
-        return Rope(*(table.expand(len(positions), -1, -1, -1).gather(2, index) for table in self))
+        return Rope(*(table.expand(positions.shape[0], -1, -1, -1).gather(2, index) for table in self))
 
 
 def _rotate_half(x: Tensor) -> Tensor:

@@ -101,8 +101,8 @@ def read_tiny_scenes(name: str, config: dict[str, Any]) -> nn.Module:
     return _filled(TinyScenes(TinyScenesConfig.from_dict(config)), _tensors(name), name, config["model_type"])
 
 
-def write_tiny_scenes(model: TinyScenes, folder: Path) -> None:
-    """config.json and model.safetensors, in the dtype of the weights."""
+def write_network(model: Dinov2 | TinyScenes, folder: Path) -> None:
+    """A network of ours: config.json and model.safetensors, in the dtype of the weights."""
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)

@@ -70,7 +70,7 @@ class Embeddings(nn.Module):
         """[B, 3, H, W] -> [B, 1 + registers + h w, D]."""
         patches = self.patch_embeddings(images)
         tokens = patches.flatten(2).mT + self._patch_positions(patches.shape[2], patches.shape[3])
-        batch = len(images)
+        batch = images.shape[0]  # len() would fix the batch in an export
         prefix = [(self.cls_token + self.position_embeddings[:, :1]).expand(batch, -1, -1)]
         if self.config.num_register_tokens:
             prefix.append(self.register_tokens.expand(batch, -1, -1))
@@ -185,5 +185,9 @@ class Dinov2(nn.Module):
         x = self.embeddings(pixel_values)
         for layer in self.encoder.layer:
             x = layer(x)
-        x = self.layernorm(x)
-        return Dinov2Output(x, x[:, 0])
+        return self.finish(x)
+
+    def finish(self, tokens: Tensor) -> Dinov2Output:
+        """The output from the tokens that leave the last block, all or some of them."""
+        hidden = self.layernorm(tokens)
+        return Dinov2Output(hidden, hidden[:, 0])

@@ -6,6 +6,7 @@ final norm. The class token separates the scene classes; `classifier` is the lin
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -67,7 +68,11 @@ class TinyScenes(nn.Module):
         for index, layer in enumerate(self.backbone.encoder.layer):
             x = layer(x)
             if index in self.config.hooks:
-                taps.append(self.backbone.layernorm(x))
-        embedding = self.backbone.layernorm(x)[:, 0]
-        depth = self.head(self.neck(taps, rows, columns), rows, columns)
+                taps.append(x)
+        return self.finish(taps, x, rows, columns)
+
+    def finish(self, taps: Sequence[Tensor], tokens: Tensor, rows: int, columns: int) -> TinyScenesOutput:
+        """The output from the tokens that leave the hooked blocks and the last one."""
+        depth = self.head(self.neck([self.backbone.layernorm(tap) for tap in taps], rows, columns), rows, columns)
+        embedding = self.backbone.layernorm(tokens)[:, 0]
         return TinyScenesOutput(depth, embedding, self.classifier(embedding))

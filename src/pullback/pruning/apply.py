@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from pullback.backbones import load_backbone
@@ -48,14 +50,33 @@ class PrunedModel(nn.Module):
 
     def pruned(self, pixel_values: Tensor) -> Any:
         """The model's output by the pruned route, whatever the ratio is."""
+        return self.with_record(pixel_values)[0]
+
+    def with_record(self, pixel_values: Tensor) -> tuple[Any, PrunedRun]:
+        """The same, and what each stage did."""
         layers = self._layers()
-        taps = self.run(pixel_values, layers).taps
+        run = self.run(pixel_values, layers)
         layout = self.backbone.token_layout(pixel_values)
-        return self._assemble(self.backbone, dict(zip(layers, taps, strict=True)), layout)
+        return self._assemble(self.backbone, dict(zip(layers, run.taps, strict=True)), layout), run
 
     def run(self, pixel_values: Tensor, layers: Sequence[int]) -> PrunedRun:
         """The tokens at some layers, and what each stage did."""
         return forward(self.backbone, pixel_values, self.plan, self.scores, layers=layers, modes=self.modes)
+
+    def save_pretrained(self, folder: str | Path) -> Path:
+        """The plan, the heads and the model, for `from_pretrained`."""
+        from pullback.pruning.saving import save_pruned
+
+        return save_pruned(self, folder)
+
+    @classmethod
+    def from_pretrained(
+        cls, folder: str | Path, *, model: nn.Module | None = None, device: str | torch.device = "cpu"
+    ) -> PrunedModel:
+        """What `save_pretrained` wrote; ``model`` instead of the saved copy, where there is one already."""
+        from pullback.pruning.saving import load_pruned
+
+        return load_pruned(folder, model=model, device=device)
 
     def _layers(self) -> tuple[int, ...]:
         return tuple(sorted({*self.backbone.hook_layers, self.backbone.depth - 1}))

@@ -79,7 +79,8 @@ def rows(x: Tensor, index: Tensor) -> Tensor:
 def lowest(scores: Tensor, count: int, prefix: int) -> tuple[Tensor, Tensor]:
     """(kept [B, N - count] ascending, removed [B, count]): the patches with the lowest scores [B, N] go."""
     place = torch.arange(scores.shape[1], device=scores.device)
-    order = torch.where(place < prefix, torch.inf, scores.float()).argsort(dim=1, descending=True, stable=True)
+    # topk of all is a sort that ONNX knows
+    order = torch.where(place < prefix, torch.inf, scores.float()).topk(scores.shape[1], dim=1).indices
     split = scores.shape[1] - count
     return order[:, :split].sort(dim=1).values, order[:, split:]
 

@@ -19,11 +19,10 @@ Assemble = Callable[[Backbone, Mapping[int, Tensor], TokenLayout], Any]
 
 
 def dinov2(backbone: Backbone, taps: Mapping[int, Tensor], layout: TokenLayout) -> Any:
+    model: Any = backbone.model
+    if hasattr(model, "finish"):  # our own network
+        return model.finish(taps[backbone.depth - 1])
     hidden = backbone.norm(taps[backbone.depth - 1])
-    if _is_ours(backbone):
-        from pullback.models.dinov2 import Dinov2Output
-
-        return Dinov2Output(hidden, hidden[:, 0])
     return _with_pooling(hidden, hidden[:, 0])
 
 
@@ -48,15 +47,15 @@ def clip(backbone: Backbone, taps: Mapping[int, Tensor], layout: TokenLayout) ->
 def depth_anything(backbone: Backbone, taps: Mapping[int, Tensor], layout: TokenLayout) -> Any:
     from transformers.modeling_outputs import DepthEstimatorOutput
 
-    return DepthEstimatorOutput(predicted_depth=_depth(backbone, taps, layout))
+    model: Any = backbone.model
+    read = [backbone.norm(taps[layer]) if backbone.hooks_normed else taps[layer] for layer in backbone.hook_layers]
+    depth = model.head(model.neck(read, *layout.grid), *layout.grid)
+    return DepthEstimatorOutput(predicted_depth=depth)
 
 
 def tiny_scenes(backbone: Backbone, taps: Mapping[int, Tensor], layout: TokenLayout) -> Any:
-    from pullback.models.tiny_scenes import TinyScenesOutput
-
     model: Any = backbone.model
-    embedding = backbone.norm(taps[backbone.depth - 1])[:, 0]
-    return TinyScenesOutput(_depth(backbone, taps, layout), embedding, model.classifier(embedding))
+    return model.finish([taps[layer] for layer in backbone.hook_layers], taps[backbone.depth - 1], *layout.grid)
 
 
 ASSEMBLE: dict[str, Assemble] = {
@@ -81,17 +80,7 @@ def assembler(backbone: Backbone) -> Assemble:
     return ASSEMBLE[backbone.family]
 
 
-def _is_ours(backbone: Backbone) -> bool:
-    return type(backbone.model).__module__.startswith("pullback.")
-
-
 def _with_pooling(hidden: Tensor, pooled: Tensor | None) -> Any:
     from transformers.modeling_outputs import BaseModelOutputWithPooling
 
     return BaseModelOutputWithPooling(last_hidden_state=hidden, pooler_output=pooled)
-
-
-def _depth(backbone: Backbone, taps: Mapping[int, Tensor], layout: TokenLayout) -> Tensor:
-    model: Any = backbone.model
-    read = [backbone.norm(taps[layer]) if backbone.hooks_normed else taps[layer] for layer in backbone.hook_layers]
-    return model.head(model.neck(read, *layout.grid), *layout.grid)

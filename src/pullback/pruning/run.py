@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pullback.backbones import Backbone
@@ -125,7 +126,7 @@ def decide(
             f"score: expected one number per token, {list(tokens.shape[:2])}, got {list(scores.shape)}."
         )
     allowed = _destinations(tokens, context, plan)
-    ranking = scores if plan.select == "score" else scores * _distance(tokens, scores, allowed)
+    ranking = scores if plan.select == "score" else scores * residuals(tokens, scores, allowed)
     kept, removed = lowest(ranking, count, context.prefix)
     if plan.match == "task":
         assert modes is not None
@@ -147,13 +148,15 @@ def _destinations(tokens: Tensor, context: ScoreContext, plan: PrunePlan) -> Ten
     return patch & ~artifacts(tokens, context.prefix) if plan.safe else patch.expand(tokens.shape[:2])
 
 
-def _distance(tokens: Tensor, scores: Tensor, allowed: Tensor) -> Tensor:
-    """[B, N]: to the nearest allowed token with a higher score, which is likely to be kept; where there is none,
+def residuals(tokens: Tensor, scores: Tensor, allowed: Tensor) -> Tensor:
+    """[B, N]: |F_t - F_u| to the most similar allowed token u with a higher score, which is likely to be kept; at most
     the token's own length, which is what dropping it takes away."""
-    distances = torch.cdist(tokens.float(), tokens.float())
-    reachable = allowed[:, None] & (scores[:, None] > scores[..., None])
-    nearest = distances.masked_fill(~reachable, torch.inf).amin(-1)
-    return torch.minimum(nearest, tokens.float().norm(dim=-1))
+    unit = F.normalize(tokens, dim=-1)
+    reachable = allowed[:, None] & (scores[:, None] > scores[..., None])  # [B, token, partner]
+    partner = (unit @ unit.mT).masked_fill(~reachable, -2.0).argmax(-1)
+    own = tokens.float().norm(dim=-1)
+    away = (tokens - rows(tokens, partner)).float().norm(dim=-1)
+    return torch.where(reachable.any(-1), torch.minimum(away, own), own)
 
 
 def _after(x: _Tokens, matching: Matching, weights: Tensor, plan: PrunePlan) -> _Tokens:
@@ -167,7 +170,7 @@ def _after(x: _Tokens, matching: Matching, weights: Tensor, plan: PrunePlan) -> 
 
 def _whole(tokens: Tensor) -> _Tokens:
     """A full sequence: every token at its place and standing for itself."""
-    positions = torch.arange(tokens.shape[1], device=tokens.device).expand(len(tokens), -1)
+    positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape[0], -1)
     return _Tokens(tokens, positions, torch.ones_like(positions, dtype=torch.float32), None)
 
 

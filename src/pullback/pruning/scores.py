@@ -22,7 +22,7 @@ def random(tokens: Tensor, context: ScoreContext) -> Tensor:
     """Uniform. One draw for all images of the batch, so that an image's tokens do not depend on its neighbours."""
     generator = context.generator or torch.Generator().manual_seed(0)
     draw = torch.rand(tokens.shape[1], generator=generator)
-    return draw.to(tokens.device).expand(len(tokens), -1)
+    return draw.to(tokens.device).expand(tokens.shape[0], -1)
 
 
 def token_norm(tokens: Tensor, context: ScoreContext) -> Tensor:
@@ -57,7 +57,7 @@ def alternate(context: ScoreContext) -> Tensor:
     count = context.positions.shape[1]
     odd = (torch.arange(count, device=context.positions.device) - context.prefix) % 2 == 1
     patch = torch.arange(count, device=context.positions.device) >= context.prefix
-    return (odd & patch).expand(len(context.positions), -1)
+    return (odd & patch).expand(context.positions.shape[0], -1)
 
 
 def strided(context: ScoreContext, stride: int = 2) -> Tensor:

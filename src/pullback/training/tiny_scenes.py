@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pullback.backbones.checkpoint import write_tiny_scenes
+from pullback.backbones.checkpoint import write_network
 from pullback.data.scenes import CLASSES, SceneBatch, normalised, render
 from pullback.errors import PullbackError
 from pullback.models.tiny_scenes import TinyScenes, TinyScenesConfig
@@ -321,7 +321,7 @@ def main() -> None:
         save_every=options.save_every,
         seconds=options.seconds,
     )
-    write_tiny_scenes(run.average.eval().half(), options.out / "model")
+    write_network(run.average.eval().half(), options.out / "model")
     if options.evaluate:
         # of what was written
         print(evaluate(run.average.float(), count=options.evaluate, bank=2000, size=recipe.size, device=device))

@@ -1,0 +1,59 @@
+"""A pruned class-token model as an ONNX file (needs the extra `pullback[onnx]`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pullback.errors import PullbackError
+from pullback.pruning.apply import PrunedModel
+
+OUTPUTS = ("image_embedding", "kept_tokens")
+
+
+class _Exported(nn.Module):
+    """pixel_values [B, 3, H, W] -> (embedding [B, M], places of the kept tokens [B, K])."""
+
+    def __init__(self, pruned: PrunedModel) -> None:
+        super().__init__()
+        self.pruned = pruned
+
+    def forward(self, pixel_values: Tensor) -> tuple[Tensor, Tensor]:
+        output, run = self.pruned.with_record(pixel_values)
+        return embedding_of(output), run.records[-1].kept
+
+
+def embedding_of(output: Any) -> Tensor:
+    """What a class-token model calls its embedding: CLIP's projection, or the pooled class token."""
+    for name in ("image_embeds", "pooler_output", "embedding"):
+        value = getattr(output, name, None)
+        if isinstance(value, Tensor):
+            return value
+    raise PullbackError(f"output: expected an embedding of the image, got {type(output).__name__} without one.")
+
+
+def export_onnx(pruned: PrunedModel, path: str | Path, *, size: int | tuple[int, int]) -> Path:
+    """For images [B, 3, H, W] of one size, any B, float32 -> ``image_embedding`` [B, M], ``kept_tokens`` [B, K]."""
+    path = Path(path)
+    height, width = (size, size) if isinstance(size, int) else size
+    example = torch.zeros(2, 3, height, width)
+    try:
+        program: Any = torch.onnx.export(
+            _Exported(pruned).eval(),
+            (example,),
+            dynamo=True,
+            verbose=False,
+            input_names=["pixel_values"],
+            output_names=list(OUTPUTS),
+            dynamic_shapes=({0: torch.export.Dim("batch")},),
+        )
+    except ModuleNotFoundError as error:
+        raise PullbackError(
+            f"export_onnx: needs {error.name}. Install it with: pip install 'pullback[onnx]'."
+        ) from None
+    path.parent.mkdir(parents=True, exist_ok=True)
+    program.save(path)
+    return path
