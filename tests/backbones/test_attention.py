@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from families import random_normal
-from pullback.backbones.attention import _attend_with_channel, attend
+from pullback.backbones.attention import attend
 
 
 def inputs(tokens=7, dim=16):
@@ -18,13 +18,6 @@ def test_a_size_of_three_equals_the_key_three_times():
     for image in range(2):
         repeated = [t[image].repeat_interleave(sizes[image], dim=1) for t in (k, v)]
         torch.testing.assert_close(out[image], F.scaled_dot_product_attention(q[image], *repeated))
-
-
-def test_the_extra_channel_gives_what_the_mask_gives():
-    for dim in (16, 15, 23):
-        q, k, v = inputs(dim=dim)
-        log_sizes = random_normal(2, 7, seed=5).abs()
-        torch.testing.assert_close(_attend_with_channel(q, k, v, log_sizes), attend(q, k, v, log_sizes))
 
 
 def test_without_sizes_it_is_plain_attention():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from families import random_normal
-from pullback.pruning.matching import Matching, artifacts, lowest, match_by_cosine, match_by_task, rows
+from pullback.pruning.matching import Matching, artifacts, cosines, lowest, match_by_cosine, match_by_task, rows
 
 MATCHING = Matching(
     kept=torch.tensor([[0, 2, 4], [0, 1, 3]]),
@@ -91,7 +91,7 @@ def test_cosine_matching_finds_the_most_similar_allowed_token():
     allowed = torch.ones(2, 9, dtype=torch.bool)
     allowed[:, 0] = False
     allowed[0, kept[0, 2]] = False
-    destination, merged = match_by_cosine(tokens, kept, removed, allowed, gate=0.1)
+    destination, merged = match_by_cosine(cosines(tokens), kept, removed, allowed, gate=0.1)
     for image in range(2):
         for number, a in enumerate(removed[image]):
             cosine = torch.cosine_similarity(tokens[image, a][None], tokens[image, kept[image]], dim=1)
@@ -103,7 +103,8 @@ def test_cosine_matching_finds_the_most_similar_allowed_token():
 def test_without_any_allowed_token_nothing_is_merged():
     tokens = random_normal(1, 4, 3)
     nobody = torch.zeros(1, 4, dtype=torch.bool)
-    _, merged = match_by_cosine(tokens, torch.tensor([[0, 1]]), torch.tensor([[2, 3]]), nobody, gate=-1.0)
+    kept, removed = torch.tensor([[0, 1]]), torch.tensor([[2, 3]])
+    _, merged = match_by_cosine(cosines(tokens), kept, removed, nobody, gate=-1.0)
     assert not merged.any()
 
 

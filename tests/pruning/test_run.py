@@ -11,8 +11,7 @@ from pullback.errors import ModelError, PullbackError
 from pullback.learning.head import HeadConfig, ImportanceHead
 from pullback.learning.origin import Origin
 from pullback.pruning import PrunePlan, preset, run_pruned
-from pullback.pruning.matching import rows
-from pullback.pruning.run import residuals
+from pullback.pruning.matching import cosines, residuals, rows
 
 LAST = 5
 
@@ -231,7 +230,7 @@ def test_the_cost_of_a_token_is_its_score_times_the_way_to_its_partner():
     tokens = random_normal(1, 6, 4)
     scores = torch.tensor([[9.0, 3.0, 1.0, 2.0, 5.0, 4.0]])
     allowed = torch.tensor([[False, True, True, True, False, True]])
-    found = residuals(tokens, scores, allowed)[0]
+    found = residuals(tokens, scores, allowed, cosines(tokens))[0]
     for token in range(6):
         others = [u for u in range(6) if allowed[0, u] and scores[0, u] > scores[0, token]]
         own = tokens[0, token].norm()

@@ -38,7 +38,10 @@ class ScoreContext:
             raise ModelError(f"score: {self.backbone.name} has no class token, so class attention does not exist.")
         block = self.backbone.blocks[self.layer]
         rope = self.backbone.rope_of(self.block_input, self.layout, self.positions)
-        q, k, _ = block.attention_inputs(block.norm1(self.block_input), rope, 1)
+        x = block.norm1(self.block_input)
+        q, k = block.heads_first(block.query(x[:, :1])), block.heads_first(block.key(x))  # no values: nothing is mixed
+        if rope is not None:
+            q, k = rope.rotate(q, 1), rope.rotate(k, x.shape[1])
         logits = (q @ k.mT) * block.head_dim**-0.5  # [B, h, 1, N]
         if self.log_sizes is not None:
             logits = logits + self.log_sizes[:, None, None]

@@ -8,6 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+ALIGNED = 8  # matrices whose rows start at multiples of 16 bytes are multiplied twice as fast on a GPU
+NOBODY = -1.5  # below every cosine
+
 
 @dataclass(frozen=True, eq=False)
 class Matching:
@@ -46,7 +49,9 @@ class Matching:
         shares = self._incoming(self.take(weights))  # [B, K, R]
         total = self.keep(weights) + shares.sum(-1)
         shares = (shares / total.clamp_min(torch.finfo(torch.float32).tiny)[..., None]).to(x.dtype)
-        return torch.baddbmm(kept, shares, self.take(x) - self.partner(kept))
+        spare = -shares.shape[2] % ALIGNED
+        gaps = self.take(x) - self.partner(kept)
+        return torch.baddbmm(kept, F.pad(shares, (0, spare)), F.pad(gaps, (0, 0, 0, spare)))
 
     def add(self, x: Tensor) -> Tensor:
         """Sums: x [B, N] -> [B, K]; what is dropped is lost."""
@@ -101,17 +106,40 @@ def _median(values: Tensor) -> Tensor:
     return values.sort(dim=1).values[:, values.shape[1] // 2, None]
 
 
+def cosines(tokens: Tensor) -> Tensor:
+    """[B, N, D] -> the cosine of every pair [B, N, M]; columns from N on are padding."""
+    unit = F.normalize(tokens, dim=-1)
+    return unit @ F.pad(unit, (0, 0, 0, -tokens.shape[1] % ALIGNED)).mT
+
+
+def most_similar(cosine: Tensor, among: Tensor) -> tuple[Tensor, Tensor]:
+    """The highest cosine [B, n, M] among some tokens, [B, n or 1, N] bool -> (cosine, index) [B, n]; -2 where none."""
+    padded = F.pad(among, (0, cosine.shape[-1] - among.shape[-1]))
+    best = cosine.masked_fill(~padded, -2.0).max(-1)
+    return best.values, best.indices
+
+
+def residuals(tokens: Tensor, scores: Tensor, allowed: Tensor, cosine: Tensor) -> Tensor:
+    """[B, N]: |F_t - F_u| to the most similar allowed token u with a higher score, which is likely to be kept; at most
+    the token's own length, which is what dropping it takes away."""
+    best, partner = most_similar(cosine, allowed[:, None] & (scores[:, None] > scores[..., None]))
+    own = tokens.float().norm(dim=-1)
+    away = (tokens - rows(tokens, partner.clamp_max(tokens.shape[1] - 1))).float().norm(dim=-1)
+    return torch.where(best > NOBODY, torch.minimum(away, own), own)
+
+
 def match_by_cosine(
-    tokens: Tensor, kept: Tensor, removed: Tensor, allowed: Tensor, gate: float
+    cosine: Tensor, kept: Tensor, removed: Tensor, allowed: Tensor, gate: float
 ) -> tuple[Tensor, Tensor]:
     """The most similar kept token among ``allowed`` [B, N] -> (destination, merged) [B, R].
 
     Merged where the cosine is above ``gate``, and only into an allowed token.
     """
-    unit = F.normalize(tokens, dim=-1)
-    cosine = (rows(unit, removed) @ rows(unit, kept).mT).float()  # [B, R, K]
-    best = cosine.masked_fill(~rows(allowed, kept)[:, None], -2.0).max(-1)
-    return best.indices, best.values > max(gate, -1.5)
+    stays = torch.zeros_like(allowed).scatter(1, kept, True)
+    best, partner = most_similar(rows(cosine, removed), (allowed & stays)[:, None])
+    place = stays.cumsum(1) - 1  # of a kept token among the kept
+    destination = rows(place, partner.clamp_max(allowed.shape[1] - 1)).clamp_min(0)
+    return destination, best > max(gate, NOBODY)
 
 
 def match_by_task(tokens: Tensor, modes: Tensor, kept: Tensor, removed: Tensor, prefix: int) -> tuple[Tensor, Tensor]:

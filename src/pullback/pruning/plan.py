@@ -147,6 +147,8 @@ def preset(
 
 
 def _best(stages: tuple[int, ...], shares: tuple[float, ...], dense: bool, depth: int) -> PrunePlan:
-    gates = tuple(0.7 if stage < depth / 3 else 0.5 if stage < 2 * depth / 3 else 0.7 for stage in stages)
-    plan = PrunePlan(stages, shares, match="cosine", gates=gates, sizes=True, safe=True)
+    """Tokens are chosen by score times distance to their partner, merged with the score as weight, and counted by size
+    in later attention. Dense decoders get all of them back: there every token has a partner."""
+    gates = tuple(0.6 if depth / 3 <= stage < 2 * depth / 3 else 0.7 for stage in stages)
+    plan = PrunePlan(stages, shares, select="cost", match="cosine", gates=gates, sizes=True, safe=True)
     return replace(plan, gates=(), reinsert="drift", fuse_last=True) if dense else plan

@@ -6,13 +6,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pullback.backbones import Backbone
 from pullback.errors import PullbackError
 from pullback.pruning.context import Modes, Score, ScoreContext
-from pullback.pruning.matching import Matching, artifacts, lowest, match_by_cosine, match_by_task, rows
+from pullback.pruning.matching import (
+    Matching,
+    artifacts,
+    cosines,
+    lowest,
+    match_by_cosine,
+    match_by_task,
+    residuals,
+    rows,
+)
 from pullback.pruning.plan import PrunePlan
 from pullback.pruning.reinsert import Leftover, leftover, reinserted
 from pullback.pruning.scores import HeadScore, alternate, as_score, strided
@@ -125,14 +133,18 @@ def decide(
         raise PullbackError(
             f"score: expected one number per token, {list(tokens.shape[:2])}, got {list(scores.shape)}."
         )
-    allowed = _destinations(tokens, context, plan)
-    ranking = scores if plan.select == "score" else scores * residuals(tokens, scores, allowed)
+    if plan.match == "none" and plan.reinsert in ("none", "frozen") and plan.select == "score":
+        kept, removed = lowest(scores, count, context.prefix)
+        nobody = torch.zeros_like(removed)  # nothing is merged, nothing follows
+        return Matching(kept, removed, nobody, nobody.bool()), context.sizes
+    allowed, cosine = _destinations(tokens, context, plan), cosines(tokens)
+    ranking = scores if plan.select == "score" else scores * residuals(tokens, scores, allowed, cosine)
     kept, removed = lowest(ranking, count, context.prefix)
     if plan.match == "task":
         assert modes is not None
         destination, merged = match_by_task(tokens, modes(tokens, context), kept, removed, context.prefix)
     else:
-        destination, merged = match_by_cosine(tokens, kept, removed, allowed, gate)
+        destination, merged = match_by_cosine(cosine, kept, removed, allowed, gate)
         merged = torch.zeros_like(merged) if plan.match == "none" else merged
     weights = context.sizes if plan.weighting == "size" else scores.clamp_min(0)
     return Matching(kept, removed, destination, merged), weights
@@ -146,17 +158,6 @@ def _destinations(tokens: Tensor, context: ScoreContext, plan: PrunePlan) -> Ten
         return strided(context)
     patch = torch.arange(tokens.shape[1], device=tokens.device) >= context.prefix
     return patch & ~artifacts(tokens, context.prefix) if plan.safe else patch.expand(tokens.shape[:2])
-
-
-def residuals(tokens: Tensor, scores: Tensor, allowed: Tensor) -> Tensor:
-    """[B, N]: |F_t - F_u| to the most similar allowed token u with a higher score, which is likely to be kept; at most
-    the token's own length, which is what dropping it takes away."""
-    unit = F.normalize(tokens, dim=-1)
-    reachable = allowed[:, None] & (scores[:, None] > scores[..., None])  # [B, token, partner]
-    partner = (unit @ unit.mT).masked_fill(~reachable, -2.0).argmax(-1)
-    own = tokens.float().norm(dim=-1)
-    away = (tokens - rows(tokens, partner)).float().norm(dim=-1)
-    return torch.where(reachable.any(-1), torch.minimum(away, own), own)
 
 
 def _after(x: _Tokens, matching: Matching, weights: Tensor, plan: PrunePlan) -> _Tokens:
