@@ -9,6 +9,7 @@ import typer
 
 from pullback import __version__
 from pullback.commands.common import Method, Precision, parse_layer, parse_size, prepare, reported
+from pullback.commands.prune import prune
 from pullback.commands.targets import targets
 from pullback.commands.train import train
 from pullback.report.console import console, diagnosis_summary, models_table
@@ -177,5 +178,6 @@ def write_page(out: Path, progress: ProgressDisplay, folders: list[str], note: s
     return write(out, folders, note, scenes)
 
 
+app.command()(prune)
 app.command()(targets)
 app.add_typer(train)

@@ -1,7 +1,17 @@
 """Scores of predictions. Knows tensors only."""
 
 from pullback.evaluation.depth import DepthErrors, depth_errors
+from pullback.evaluation.fidelity import SilogErrors, cosine_degradation, relative_l2, silog
 from pullback.evaluation.neighbours import neighbour_accuracy
 from pullback.evaluation.ranking import spearman
 
-__all__ = ["DepthErrors", "depth_errors", "neighbour_accuracy", "spearman"]
+__all__ = [
+    "DepthErrors",
+    "SilogErrors",
+    "cosine_degradation",
+    "depth_errors",
+    "neighbour_accuracy",
+    "relative_l2",
+    "silog",
+    "spearman",
+]

@@ -12,7 +12,7 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from pullback.report import files
+from pullback.report import files, prune_files
 from pullback.report.canvas import (
     DPI,
     LIGHT,
@@ -27,6 +27,7 @@ from pullback.report.canvas import (
     title,
     title_at_the_top,
 )
+from pullback.report.prune_figures import draw_prune
 from pullback.report.scenes_figure import scenes_png
 from pullback.report.wording import percent, share, short_name
 
@@ -34,10 +35,13 @@ MAX_IMAGES = 8
 
 
 def draw_all(folder: Path) -> list[str]:
-    """Of a diagnosis `spectrum.png` and one `tokens_*.png` per layer, of the demo's scenes `scenes.png`.
+    """Of a diagnosis `spectrum.png` and one `tokens_*.png` per layer, of the demo's scenes `scenes.png`, of a pruning
+    comparison `prune.png` and what goes with it.
 
     Figures of an earlier run's layers are removed.
     """
+    if (folder / prune_files.SUMMARY).is_file():
+        return draw_prune(folder)
     if (folder / files.SCENES).is_file():
         files.write_bytes(folder / files.SCENES_FIGURE, scenes_png(files.read_scenes(folder)))
         return [files.SCENES_FIGURE]
