@@ -134,12 +134,14 @@ def read_pictures(folder: Path, limit: int | None) -> torch.Tensor:
     return torch.stack(pictures)
 
 
-def judges(probe: AnyProbe, folder: Path, size: int) -> tuple[HeadExamples, torch.Tensor]:
+def judges(
+    probe: AnyProbe, folder: Path, size: int, method: str = "auto", precision: str = "float32"
+) -> tuple[HeadExamples, torch.Tensor]:
     """Held-out images with their exact importance, and their block norms."""
     images = probe.load_images(folder, size)
     with torch.no_grad():
         features = torch.cat([probe.features(part).as_subclass(torch.Tensor) for part in images.split(32)])
-    parts = [targets_of(probe, part, 20) for part in features.split(32)]
+    parts = [targets_of(probe, part, 20, method, precision=precision) for part in features.split(32)]
     importance = torch.cat([part.importance for part in parts]).float()
     norms = torch.cat([part.block_energy.value.clamp_min(0).sqrt() for part in parts]).float()
     prefix = probe.backbone.token_layout(images[:1]).prefix

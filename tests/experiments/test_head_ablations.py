@@ -35,7 +35,8 @@ def place(tmp_path_factory) -> Path:
     photos = write_pictures(folder / "photos", 12)
     pictures = sorted(photos.glob("[01]?.png"))
     for name, chosen, crops in (("train", pictures[:9], 2), ("held-out", pictures[9:], 0)):
-        (folder / f"{name}.txt").write_text("\n".join(map(str, chosen)))
+        lines = (str(path.relative_to(folder)) for path in chosen)  # keys seed the crops: not the folder of the day
+        (folder / f"{name}.txt").write_text("\n".join(lines))
         compute_targets(probe, folder / f"{name}.txt", out=folder / name, crops=crops, **SMALL)
     return folder
 

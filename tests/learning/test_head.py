@@ -242,3 +242,36 @@ def test_features_of_another_shape_are_refused(head, shape):
 def test_a_width_that_cannot_be_shared_among_the_heads_is_refused(width, heads):
     with pytest.raises(ModelError, match=rf"expected width / 4 to be a multiple of heads, got {width} and {heads}"):
         ImportanceHead(DIM, width, heads)
+
+
+def test_more_rounds_are_put_in_front_and_one_round_is_the_plain_head():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        one, two = ImportanceHead(DIM, WIDTH, 2), ImportanceHead(DIM, WIDTH, 2, rounds=2)
+    assert set(one.state_dict()) < set(two.state_dict())
+    assert all(name.startswith("before.0.") for name in set(two.state_dict()) - set(one.state_dict()))
+    two.load_state_dict(one.state_dict(), strict=False)
+    features = normal(2, TOKENS, DIM)
+    assert not torch.allclose(one(features), two(features), atol=1e-3)
+    for parameter in (two.before[0].out, two.before[0].down):  # a round that adds nothing
+        torch.nn.init.zeros_(parameter.weight)
+        torch.nn.init.zeros_(parameter.bias)
+    torch.testing.assert_close(one(features), two(features))
+
+
+def test_rounds_are_kept_in_the_folder(tmp_path):
+    head = ImportanceHead(DIM, WIDTH, 2, rounds=2)
+    again = ImportanceHead.from_pretrained(head.save_pretrained(tmp_path))
+    features = normal(1, TOKENS, DIM)
+    assert again.config.rounds == 2 and torch.equal(again(features), head(features))
+
+
+def test_there_is_at_least_one_round():
+    with pytest.raises(ModelError, match="rounds: expected at least 1, got 0"):
+        ImportanceHead(DIM, WIDTH, rounds=0)
+
+
+def test_scores_follow_from_the_state(head):
+    features = normal(2, TOKENS, DIM)
+    assert torch.equal(head.scores_of(head.state(features)), head(features))
+    assert head.state(features).shape == (2, TOKENS, WIDTH)

@@ -13,6 +13,7 @@ from pullback.learning.losses import (
     distance_loss,
     energy_loss,
     nearly_degenerate,
+    order_loss,
     ranking_loss,
     subspace_loss,
 )
@@ -275,3 +276,29 @@ def test_directions_without_any_effect_leave_the_losses_finite(jacobian):
     zero = torch.zeros(BATCH, dtype=torch.float64)
     assert direction_loss(metric_of(jacobian), nothing, zero).tolist() == [0.0] * BATCH
     assert distance_loss(metric_of(jacobian), nothing, zero + 1).isfinite().all()
+
+
+def test_the_order_loss_is_its_formula():
+    scores, target = normal(BATCH, TOKENS).exp(), normal(BATCH, TOKENS, seed=1).exp()
+    expected = []
+    for h, t in zip(scores.log(), target.log(), strict=True):
+        d, z = h - t, (h - h.mean()) / h.std(correction=0)
+        soft = 0.5 * (1 + torch.erf(z / math.sqrt(2)))
+        ranks = torch.tensor([float((t < value).sum()) for value in t], dtype=torch.float64)
+        correlation = torch.corrcoef(torch.stack([soft, ranks]))[0, 1]
+        expected.append((d - d.mean()).square().mean() + 0.1 * d.mean() ** 2 + 2 * (1 - correlation))
+    torch.testing.assert_close(order_loss(scores, target), torch.stack(expected).mean())
+
+
+def test_the_order_loss_hardly_minds_the_level_and_not_at_all_without_its_weight():
+    target = normal(BATCH, TOKENS).exp()
+    right, wrong = (order_loss(target * factor, target) for factor in (1, 3))
+    torch.testing.assert_close(wrong - right, torch.tensor(0.1 * math.log(3) ** 2, dtype=torch.float64))
+    assert order_loss(target * 3, target, level_weight=0) == pytest.approx(float(right))
+    assert order_loss(target.flip(1), target) > 10 * right
+
+
+def test_the_order_loss_has_a_gradient_for_equal_scores():
+    scores = torch.ones(BATCH, TOKENS, requires_grad=True)
+    order_loss(scores, normal(BATCH, TOKENS).float().exp()).backward()
+    assert scores.grad.isfinite().all() and (scores.grad != 0).any()

@@ -18,6 +18,7 @@ from pullback.errors import PullbackError
 from pullback.geometry.block_norms import block_norms
 from pullback.learning.fit import Losses, Network, Share
 from pullback.learning.fit_head import HeadExamples, HeadTask, head_scores
+from pullback.learning.quick_importance import quick_importance
 from pullback.learning.stored_examples import AnyProbe
 from pullback.learning.targets import targets_of
 from pullback.operators import JacobianOperator
@@ -28,7 +29,8 @@ from pullback.randnla import Streams
 class FreshCrops:
     """Block k of varied pictures with their targets.
 
-    ``pictures`` [n, 3, H, W] uint8 on any device. ``num_probes``: so many VJPs for block norms; None: exact importance.
+    ``pictures`` [n, 3, H, W] uint8 on any device. ``num_probes``: so many VJPs for block norms; None: importance,
+    accurate, or with ``rounds`` as `quick_importance` has it.
     """
 
     probe: AnyProbe
@@ -38,6 +40,7 @@ class FreshCrops:
     variation: Variation = CROPS
     num_probes: int | None = 4
     rank: int = 20
+    rounds: int | None = None
     batch: int = 64
     precision: str = "float32"
     seed: int = 0
@@ -58,10 +61,15 @@ class FreshCrops:
         return HeadExamples.kept(torch.cat(features)[: self.block], torch.cat(targets)[: self.block], layout.prefix)
 
     def _targets(self, features: Tensor, seed: int) -> Tensor:
-        if self.num_probes is None:
+        if self.num_probes is None and self.rounds is None:
             return targets_of(self.probe, features, self.rank, seed=seed, precision=self.precision).importance
         operator = JacobianOperator(self.probe, features, precision=self.precision)
         streams = Streams.from_seed(seed, len(features), features.device)
+        if self.num_probes is None:
+            width = min(operator.rows, self.rank + 12)
+            return quick_importance(
+                operator, features.shape[1], self.rank, width=width, rounds=self.rounds or 0, streams=streams
+            )
         found = block_norms(operator, features.shape[1], num_probes=self.num_probes, streams=streams)
         return found.squared.value.clamp_min(0).sqrt()
 

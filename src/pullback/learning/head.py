@@ -21,24 +21,48 @@ class HeadConfig:
     width: int = 256
     heads: int = 4
     target: str = "importance"  # or "block-norm"
+    rounds: int = 1
     origin: Origin = field(default_factory=Origin)
     scores: Mapping[str, float] = field(default_factory=dict)
+
+
+class Round(nn.Module):
+    """One more pre-norm round in front of the head's own: attention with inner width H/4, then an MLP H -> H -> H."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * (width // 4))
+        self.out = nn.Linear(width // 4, width)
+        self.norm2 = nn.LayerNorm(width)
+        self.up = nn.Linear(width, width)
+        self.down = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.out(_attend(self.qkv(self.norm1(x)), self.heads))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
 class ImportanceHead(Pretrained):
     """Scores tokens by how much the task's output depends on them, without any Jacobian.
 
     Linear D -> H; pre-norm attention over all tokens with inner width H/4, residual; pre-norm MLP H -> 3H/4 -> 1 with
-    GELU; Softplus. 313,409 parameters at D = 768, H = 256.
+    GELU; Softplus. 313,409 parameters at D = 768, H = 256. With ``rounds`` = 2, 3, ... there are that many rounds of
+    attention and MLP in all: better at early layers, where a token's part must be worked out, and twice the time.
     """
 
     kind, title = "importance-head", "Importance head"
 
-    def __init__(self, dim: int, width: int = 256, heads: int = 4, *, config: HeadConfig | None = None) -> None:
+    def __init__(
+        self, dim: int, width: int = 256, heads: int = 4, rounds: int = 1, *, config: HeadConfig | None = None
+    ) -> None:
         super().__init__()
+        if rounds < 1:
+            raise ModelError(f"rounds: expected at least 1, got {rounds}.")
         if min(width, heads) < 1 or width % 4 or (width // 4) % heads:
             raise ModelError(f"width, heads: expected width / 4 to be a multiple of heads, got {width} and {heads}.")
-        self.config = config or HeadConfig(dim, width, heads)
+        self.config = config or HeadConfig(dim, width, heads, rounds=rounds)
         self.project = nn.Linear(dim, width)
         self.norm1 = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * (width // 4))
@@ -46,15 +70,18 @@ class ImportanceHead(Pretrained):
         self.norm2 = nn.LayerNorm(width)
         self.first = nn.Linear(width, 3 * width // 4)
         self.second = nn.Linear(3 * width // 4, 1)
+        self.before = nn.ModuleList(Round(width, heads) for _ in range(rounds - 1))
 
     @classmethod
     def config_from_dict(cls, stored: Mapping[str, Any]) -> HeadConfig:
         values = {name: stored[name] for name in ("dim", "width", "heads", "target")}
-        return HeadConfig(**values, origin=Origin.from_dict(stored["origin"]), scores=dict(stored["scores"]))
+        rounds = stored.get("rounds", 1)  # heads of before there was a choice
+        origin = Origin.from_dict(stored["origin"])
+        return HeadConfig(**values, rounds=rounds, origin=origin, scores=dict(stored["scores"]))
 
     @classmethod
     def from_config(cls, config: HeadConfig) -> ImportanceHead:
-        return cls(config.dim, config.width, config.heads, config=config)
+        return cls(config.dim, config.width, config.heads, config.rounds, config=config)
 
     @classmethod
     def fit(cls, targets: Any, probe: Any, **options: Any) -> ImportanceHead:
@@ -75,20 +102,29 @@ class ImportanceHead(Pretrained):
 
     def forward(self, features: Tensor) -> Tensor:
         """features [B, N, D] -> scores [B, N] > 0, any N."""
-        return F.softplus(self.logits(features)).clamp_min(torch.finfo(torch.float32).tiny)
+        return self.scores_of(self.state(features))
 
     def logits(self, features: Tensor) -> Tensor:
         """What goes into the Softplus: the same order as the scores."""
+        return self._logits_of(self.state(features))
+
+    def state(self, features: Tensor) -> Tensor:
+        """What is known of every token in front of the last MLP: [B, N, H]."""
         if features.ndim != 3 or features.shape[-1] != self.config.dim:
             raise ShapeError(f"features: expected [B, N, {self.config.dim}], got {list(features.shape)}.")
         x = self.project(features.to(self.project.weight.dtype))
-        x = x + self.out(self._attend(self.norm1(x)))
-        scores = self.second(F.gelu(self.first(self.norm2(x)))).squeeze(-1)
-        return scores.to(torch.promote_types(scores.dtype, torch.float32))  # the order of many tokens needs its digits
+        for earlier in self.before:
+            x = earlier(x)
+        x = x + self.out(_attend(self.qkv(self.norm1(x)), self.config.heads))
+        return self.norm2(x)
 
-    def _attend(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.config.heads, -1)).permute(2, 0, 3, 1, 4)
-        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+    def scores_of(self, state: Tensor) -> Tensor:
+        """state [B, N, H] -> scores [B, N] > 0."""
+        return F.softplus(self._logits_of(state)).clamp_min(torch.finfo(torch.float32).tiny)
+
+    def _logits_of(self, state: Tensor) -> Tensor:
+        scores = self.second(F.gelu(self.first(state))).squeeze(-1)
+        return scores.to(torch.promote_types(scores.dtype, torch.float32))  # the order of many tokens needs its digits
 
     @torch.no_grad()
     def start_from(self, features: Tensor, target: Tensor) -> ImportanceHead:
@@ -99,6 +135,12 @@ class ImportanceHead(Pretrained):
         level = target.double().clamp_min(torch.finfo(torch.float32).tiny).log().mean().exp()
         self.second.bias.fill_(inverse_softplus(level))
         return self
+
+
+def _attend(qkv: Tensor, heads: int) -> Tensor:
+    """[B, N, 3 I] -> [B, N, I]."""
+    q, k, v = qkv.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
 @torch.no_grad()

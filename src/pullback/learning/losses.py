@@ -37,6 +37,28 @@ def ranking_loss(predicted: Tensor, wanted: Tensor, *, shifts: int, generator: t
     return (F.softplus(-signs * gaps) * signs.abs()).mean()  # equal targets say nothing
 
 
+def order_loss(scores: Tensor, target: Tensor, *, level_weight: float = 0.1, rank_weight: float = 2.0) -> Tensor:
+    """Not in the paper: for those who want the order above all. scores and target [B, N] > 0, d = log h - log imp*:
+
+        mean_t (d_t - mean d)^2 + w_level (mean d)^2 + w_rank (1 - corr(Phi(z), rank(imp*))),  z = log h standardised
+
+    An image's own level, hard to guess and of no use for the order, counts little. Phi(z) is a soft rank, so the last
+    term is one minus a Spearman correlation that has a derivative.
+    """
+    predicted, wanted = scores.clamp_min(_TINY).log(), target.clamp_min(_TINY).log()
+    error = predicted - wanted
+    level = error.mean(1, keepdim=True)
+    loss = (error - level).square().mean() + level_weight * level.square().mean()
+    return loss + rank_weight * (1 - _soft_spearman(predicted, wanted).mean())
+
+
+def _soft_spearman(predicted: Tensor, wanted: Tensor) -> Tensor:
+    spread = predicted.std(1, keepdim=True, correction=0).clamp_min(1e-6)
+    soft = torch.special.ndtr((predicted - predicted.mean(1, keepdim=True)) / spread)
+    ranks = wanted.argsort(1).argsort(1).to(soft.dtype)
+    return F.cosine_similarity(soft - soft.mean(1, keepdim=True), ranks - ranks.mean(1, keepdim=True))
+
+
 def subspace_loss(modes: Tensor, target: Tensor) -> Tensor:
     """1 - |U^T V|_F^2 / r, the Grassmannian loss of Algorithm 2; both [B, r, N, D] with orthonormal modes -> [B]."""
     return 1 - alignment(modes, target)

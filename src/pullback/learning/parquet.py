@@ -64,7 +64,7 @@ def _schema(pa: Any, config: dict[str, Any]) -> Any:
         ("key", pa.string()),
         ("image_sha256", pa.string()),
         ("crop", pa.int32()),
-        ("box", pa.list_(pa.int32(), 4)),
+        ("box", pa.list_(pa.int32())),  # four or null: some versions of Arrow cannot read null lists of fixed size
         ("flip", pa.bool_()),
         *((name, pa.list_(pa.float32(), lengths[name])) for name in _FLOATS),
         *((name, pa.float64()) for name in _DOUBLES),

@@ -12,6 +12,7 @@ from pullback.errors import ImageError, PullbackError
 from pullback.geometry.batches import Probe, checked_batch_size, finite_products, in_batches, output_size
 from pullback.geometry.block_norms import BlockNorms, block_norms, exact_block_norms
 from pullback.geometry.spectrum import as_token_maps
+from pullback.learning.exact_modes import exact_modes
 from pullback.operators import JacobianOperator, LowRankMetric, ProductCount, check_sensitive
 from pullback.operators.memory import free_bytes
 from pullback.randnla import (
@@ -19,7 +20,6 @@ from pullback.randnla import (
     Streams,
     Svd,
     block_krylov,
-    exact_svd,
     krylov_outputs,
     output_krylov,
     power_iteration,
@@ -167,7 +167,7 @@ def _svd_and_norms(
 ) -> tuple[Svd, BlockNorms, Tensor | None]:
     """The leading modes, the block norms deflated by what they know of the output space, and the energy in there."""
     if recipe.method == "exact":
-        svd = exact_svd(op, recipe.rank)
+        svd = exact_modes(op, recipe.rank, precision=recipe.precision)
         assert svd.column_energies is not None
         return svd, exact_block_norms(svd.column_energies, tokens), None
     captured = None
