@@ -11,20 +11,12 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 import torch
 from measure import machine, save
-from torch import Tensor, nn
 
 import pullback as pb
-from pullback.evaluation.cost import flops, race
-from pullback.evaluation.fidelity import cosine_degradation
-from pullback.pruning.planner import best_within_cost, cheapest_within_degradation, stage_choices
-
-
-def embeddings(model: nn.Module, images: Tensor, batch: int) -> Tensor:
-    return torch.cat([model(part).pooler_output.float() for part in images.split(batch)])
+from pullback.planning import Calibration, output_degradation, plan_pruning
 
 
 @torch.no_grad()
@@ -51,51 +43,28 @@ def main() -> None:
         probe.load_images(folder, 224, limit=options.limit).to(device)
         for folder in (options.calibration, options.held_out)
     )
-    wanted = {id(images): embeddings(model, images, options.batch) for images in (calibration, held_out)}
-
-    def build(stages: tuple[int, ...], ratio: float) -> pb.PrunedModel:
-        return pb.prune(model, [networks[stage] for stage in stages], ratio=ratio, stages=stages)
-
-    def degradation(pruned: nn.Module, images: Tensor = calibration) -> Tensor:
-        return cosine_degradation(embeddings(pruned, images, options.batch), wanted[id(images)])
-
-    def operations(pruned: nn.Module, images: Tensor = calibration) -> float:
-        return flops(lambda: pruned(images[:1])) / whole
-
-    def latency(pruned: nn.Module, images: Tensor = calibration) -> float:
-        """Milliseconds of a batch as a share of the unpruned model's, in turns with it."""
-        some = images[: options.batch]
-        unpruned, own = race([lambda: model(some), lambda: pruned(some)], device)
-        return own.median / unpruned.median
-
-    whole = flops(lambda: model(calibration[:1]))
-    stages = stage_choices(networks)
-    budgets: dict[str, tuple[Any, Any, float]] = {
-        "operations": (best_within_cost, operations, options.flops),
-        "latency": (best_within_cost, latency, options.latency),
-        "degradation": (cheapest_within_degradation, operations, options.degradation),
+    known, unseen = (
+        Calibration(model, images, options.batch, output_degradation) for images in (calibration, held_out)
+    )
+    whole = known.milliseconds(model)
+    budgets = {
+        "flops": options.flops,
+        "milliseconds": options.latency * whole,
+        "degradation": options.degradation,
     }
     rows = []
-    for name, (search, cost, limit) in budgets.items():
-        forecast = search(build, stages, cost, degradation, limit)
-        chosen = build(forecast.plan.stages, forecast.plan.ratio)
-        seen = degradation(chosen, held_out)
-        row = {
-            "budget": name,
-            "limit": limit,
-            "stages": forecast.plan.stages,
-            "ratio": forecast.plan.ratio,
-            "plans_tried": forecast.measured,
-            "expected": {"cost": forecast.cost, "degradation": forecast.degradation, "se": forecast.degradation_se},
-            "held_out": {
-                "cost": cost(chosen, held_out),
-                "degradation": float(seen.mean()),
-                "se": float(seen.std() / len(seen) ** 0.5),
-            },
-        }
-        off = {key: row["held_out"][key] / row["expected"][key] - 1 for key in ("cost", "degradation")}  # type: ignore[index]
-        rows.append(row | {"off": off})
-        print(f"{name} <= {limit}: {forecast}; held out {row['held_out']}, off by {off}", flush=True)
+    for name, limit in budgets.items():
+        forecast = plan_pruning(model, networks, calibration, batch=options.batch, **{name: limit})
+        stages = forecast.plan.stages
+        chosen = pb.prune(model, [networks[stage] for stage in stages], ratio=forecast.plan.ratio, stages=stages)
+        seen = unseen.degradation(chosen)
+        found = {"degradation": float(seen.mean()), "se": float(seen.std() / len(seen) ** 0.5)}
+        found["cost"] = unseen.milliseconds(chosen) if name == "milliseconds" else unseen.flops(chosen)
+        expected = {"cost": forecast.cost, "degradation": forecast.degradation, "se": forecast.degradation_se}
+        off = {key: found[key] / expected[key] - 1 for key in ("cost", "degradation")}
+        row = {"budget": name, "limit": limit, "stages": stages, "ratio": forecast.plan.ratio}
+        rows.append(row | {"tried": forecast.measured, "expected": expected, "held_out": found, "off": off})
+        print(f"{name} <= {limit:.4g}: {forecast}; held out {found}, off by {off}", flush=True)
     content = {"machine": machine(device), "model": options.model, "batch": options.batch, "images": options.limit}
     print(f"written: {save(f'pruning_planner_{device.type}', content | {'budgets': rows}, options.out)}")
 

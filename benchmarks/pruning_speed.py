@@ -25,7 +25,8 @@ from pullback.pruning.context import ScoreContext
 from pullback.pruning.run import _after, _whole, decide
 
 # name -> (stages, share of the patches removed at each)
-SCHEDULES = {"half after block 3": ((3,), (0.5,)), "a quarter left after block 3": ((3,), (0.75,))}
+HALF = "half after block 3"
+SCHEDULES = {HALF: ((3,), (0.5,)), "a quarter left after block 3": ((3,), (0.75,))}
 CASES = {"cuda": [(518, 64), (224, 64), (518, 1), (224, 1)], "cpu": [(224, 1)]}
 
 
@@ -65,7 +66,6 @@ def forms(function: Callable[[Tensor], Any], example: Tensor, compiled: bool) ->
     if on_gpu:
         found["eager, graph"] = graphed(function, example)
     if compiled:
-        torch._dynamo.reset()
         begun = time.perf_counter()
         fused = torch.compile(function, fullgraph=True, dynamic=False)
         fused(example)
@@ -76,19 +76,30 @@ def forms(function: Callable[[Tensor], Any], example: Tensor, compiled: bool) ->
     return found
 
 
-def stage_alone(pruned: pb.PrunedModel, pixels: Tensor) -> Callable[[Tensor], Tensor]:
+class Embedding(nn.Module):
+    """The class token of a model: what is timed."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.model(images).pooler_output
+
+
+class Stage(nn.Module):
     """The first removal by itself, as a function of F^l."""
-    backbone, plan = pruned.backbone, pruned.plan
-    layout = backbone.token_layout(pixels)
-    count = plan.counts(layout.patches)[0]
 
-    def stage(tokens: Tensor) -> Tensor:
-        x = _whole(tokens)
-        context = ScoreContext(backbone, plan.stages[0], layout, x.positions, x.sizes, tokens)
-        matching, weights = decide(tokens, context, plan, pruned.scores[0], count, plan.gates[0])
+    def __init__(self, pruned: pb.PrunedModel, images: Tensor) -> None:
+        super().__init__()
+        self.pruned, self.layout = pruned, pruned.backbone.token_layout(images)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        plan, x = self.pruned.plan, _whole(tokens)
+        context = ScoreContext(self.pruned.backbone, plan.stages[0], self.layout, x.positions, x.sizes, tokens)
+        count = plan.counts(self.layout.patches)[0]
+        matching, weights = decide(tokens, context, plan, self.pruned.scores[0], count, plan.gates[0])
         return _after(x, matching, weights, plan).values
-
-    return stage
 
 
 @torch.no_grad()
@@ -103,6 +114,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=None)
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()
+    torch._dynamo.config.recompile_limit = 64  # one wrapper, many models and sizes
     device = torch.device(options.device)
     on_gpu = device.type == "cuda"
     size = options.size or ("base" if on_gpu else "small")
@@ -117,38 +129,43 @@ def main() -> None:
     for pixels, batch in cases:
         torch.manual_seed(0)
         images = torch.randn(batch, 3, pixels, pixels, device=device, dtype=dtype)
-        print(f"{pixels} px, batch {batch}: unpruned", flush=True)
         compiled = not options.no_compile and f"{pixels}:{batch}" not in options.eager
-        whole = milliseconds(forms(lambda x: model(x).pooler_output, images, compiled), device, rounds)
-        best = min(whole.values())
-        print(f"    {whole}", flush=True)
-        for name, (stages, shares) in SCHEDULES.items():
-            if name != "half after block 3" and (pixels, batch) != cases[0]:
-                continue
-            fast = pb.prune(model, head, ratio=shares, stages=stages, preset=options.preset)
+        names = [name for name in SCHEDULES if name == HALF or (pixels, batch) == cases[0]]
+        models: dict[str, nn.Module] = {"unpruned": model}
+        for name in names:
+            stages, shares = SCHEDULES[name]
+            models[name] = pb.prune(model, head, ratio=shares, stages=stages, preset=options.preset)
+        runs: dict[str, Callable[[], Any]] = {}
+        for name, one in models.items():
             print(f"{pixels} px, batch {batch}: {name}", flush=True)
-            times = milliseconds(forms(lambda x: fast(x).pooler_output, images, compiled), device, rounds)  # noqa: B023
+            for form, call in forms(Embedding(one), images, compiled).items():
+                runs[f"{name}: {form}"] = call
+        times = milliseconds(runs, device, rounds)  # in turns
+        best = {name: min(ms for run, ms in times.items() if run.startswith(f"{name}: ")) for name in models}
+        for name in names:
+            stages, shares = SCHEDULES[name]
+            fast: Any = models[name]
             tokens = fast.backbone.features(images, [stages[0]])[stages[0]]
-            alone = milliseconds(forms(stage_alone(fast, images), tokens, compiled), device, rounds)
-            own = milliseconds(forms(lambda x: head(x), tokens, compiled), device, rounds)
+            parts = forms(Stage(fast, images), tokens, compiled)
+            parts |= {f"score, {form}": call for form, call in forms(head, tokens, compiled).items()}
+            own = milliseconds(parts, device, rounds)
             row = {
                 "pixels": pixels,
                 "batch": batch,
                 "schedule": name,
                 "stages": stages,
                 "shares": shares,
-                "unpruned_ms": whole,
-                "pruned_ms": times,
-                "speedup": best / min(times.values()),
+                "ms": times,
+                "speedup": best["unpruned"] / best[name],
                 "arithmetic_limit": arithmetic_limit(model, pixels, stages, shares),
-                "stage_ms": min(alone.values()),
-                "score_ms": min(own.values()),
-                "stage_share": min(alone.values()) / min(times.values()),
+                "stage_ms": min(ms for part, ms in own.items() if not part.startswith("score")),
+                "score_ms": min(ms for part, ms in own.items() if part.startswith("score")),
             }
+            row["stage_share"] = row["stage_ms"] / best[name]
             content["cases"].append(row)
             print(
-                f"    {row['speedup']:.2f}x (limit {row['arithmetic_limit']:.2f}x): {best:.2f} -> "
-                f"{min(times.values()):.2f} ms, first stage {row['stage_ms']:.2f} ms, its score {row['score_ms']:.2f}",
+                f"    {name}: {row['speedup']:.2f}x (limit {row['arithmetic_limit']:.2f}x): {best['unpruned']:.2f} -> "
+                f"{best[name]:.2f} ms, first stage {row['stage_ms']:.2f} ms, of it the score {row['score_ms']:.2f}",
                 flush=True,
             )
             save(f"pruning_speed_{device.type}", content, options.out)

@@ -9,6 +9,7 @@ import typer
 
 from pullback import __version__
 from pullback.commands.common import Method, Precision, parse_layer, parse_size, prepare, reported
+from pullback.commands.plan import plan
 from pullback.commands.prune import prune
 from pullback.commands.targets import targets
 from pullback.commands.train import train
@@ -178,6 +179,7 @@ def write_page(out: Path, progress: ProgressDisplay, folders: list[str], note: s
     return write(out, folders, note, scenes)
 
 
+app.command()(plan)
 app.command()(prune)
 app.command()(targets)
 app.add_typer(train)

@@ -102,12 +102,14 @@ def test_for_a_class_token_decoder_the_stated_first_term_is_zero_and_the_error_i
     moved = found.residuals[:, 0]  # of the class token, the only one that is read
     close(found.beta_where_read, 2 * found.remainder / moved.square())
     assert (found.beta_where_read > found.beta).all()
+    close(found.holds_for_sure, found.beta_needed <= found.beta_where_read)
     lever = (found.residuals.square() * removed).sum(1) / 2
     close(found.first_term + found.beta_needed * lever, found.true_error)
     perfect = torch.where(removed[..., None], full, pruned)  # nobody reads the removed tokens, so say they are right
     promised = pruning_bound(probe, full, perfect, removed)
     close(promised.true_error, found.true_error)
     assert (promised.stated == 0).all() and promised.fails.all() and promised.beta_needed.isinf().all()
+    assert not promised.holds_for_sure.any()
     assert (promised.true_error <= promised.corrected).all()
 
 
@@ -119,7 +121,7 @@ def test_with_kept_tokens_unchanged_both_bounds_are_one_and_hold():
     assert (found.kept_moved == 0).all() and (found.kept_energy == 0).all() and (found.kept_residual == 0).all()
     close(found.stated, found.corrected)
     close(found.removed_error, found.true_error)
-    assert not found.fails.any() and (found.true_error > 0).all()
+    assert not found.fails.any() and found.holds_for_sure.all() and (found.true_error > 0).all()
 
 
 def test_layers_below_the_last_stay_what_the_image_made_them():

@@ -1,5 +1,6 @@
 """Decoders, task distances and output metrics."""
 
+from pullback.decoders.camera_metric import CameraMetric
 from pullback.decoders.decoder import Decoder
 from pullback.decoders.dense import PatchGrid, SaliencyHead
 from pullback.decoders.output_metric import OutputMetric, factor_at
@@ -8,6 +9,7 @@ from pullback.decoders.task_distance import DISTANCES, TaskDistance, task_distan
 
 __all__ = [
     "DISTANCES",
+    "CameraMetric",
     "Decoder",
     "OutputMetric",
     "PatchGrid",

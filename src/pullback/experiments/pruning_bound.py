@@ -43,7 +43,7 @@ SCENES = "scenes"
 MEASURED = (
     *("output_norm", "true_error", "removed_error", "linear_change", "remainder"),
     *("beta", "beta_on_segment", "beta_where_read", "beta_needed", "remainder_order"),
-    *("first_term", "second_term", "stated", "fails"),
+    *("first_term", "second_term", "stated", "fails", "holds_for_sure"),
     *("corrected_first_term", "corrected_second_term", "corrected"),
     *("kept_moved", "kept_energy", "kept_residual", "removed_residual", "zero_blocks"),
 )
@@ -211,6 +211,7 @@ COLUMNS: tuple[tuple[str, Callable[[Row], float | None]], ...] = (
     ("1st %", lambda row: 100 * row["first_term"] / row["output_norm"]),
     ("2nd %", lambda row: 100 * row["second_term"] / row["output_norm"]),
     ("fails %", lambda row: 100.0 * row["fails"]),
+    ("sure %", lambda row: 100.0 * row["holds_for_sure"]),
     ("all 1st %", lambda row: 100 * row["corrected_first_term"] / row["output_norm"]),
     ("all 2nd %", lambda row: 100 * row["corrected_second_term"] / row["output_norm"]),
     ("all/error", lambda row: row["corrected"] / row["true_error"] if row["true_error"] else None),

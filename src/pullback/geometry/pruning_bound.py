@@ -10,8 +10,8 @@ they moved too, and what the proof shows is the same line with both sums over AL
 tokens: the least beta for which Taylor's |R_2| <= beta/2 |F - F^|^2 holds at this pair. The theorem wants the supremum
 of the Hessian's operator norm over the segment and over all directions; one remainder in one direction is a lower bound
 of it. So the corrected bound holds by construction, what it can show is how loose it is; the stated bound can fail, and
-``beta_needed`` says which beta would have saved it, to be read beside ``beta_where_read``. Where phi has kinks (ReLU) there is no such supremum at all:
-``remainder_order`` tells from the data whether the remainder still shrinks like a square.
+``beta_needed`` says which beta would have saved it, to be read beside ``beta_where_read``. Where phi has kinks (ReLU)
+there is no such supremum at all: ``remainder_order`` tells from the data whether the remainder is still like a square.
 """
 
 from __future__ import annotations
@@ -97,8 +97,14 @@ class PruningBound:
 
     @property
     def fails(self) -> Tensor:
-        """[B] bool: the true error is above the stated bound, by more than round-off."""
+        """[B] bool: the true error is above the stated bound with the measured beta, by more than round-off."""
         return self.true_error > self.stated + self.round_off
+
+    @property
+    def holds_for_sure(self) -> Tensor:
+        """[B] bool: the stated bound holds with the theorem's own beta, because one of its lower bounds suffices. Where
+        this is false and ``beta_needed`` finite, nothing is decided; where it is infinite, no beta saves the bound."""
+        return self.beta_needed <= torch.maximum(self.beta_on_segment, self.beta_where_read)
 
     @property
     def beta_needed(self) -> Tensor:

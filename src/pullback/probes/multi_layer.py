@@ -10,17 +10,21 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import overload
 
 import torch
 from torch import Tensor, nn
 
 from pullback.backbones import Backbone, load_backbone
+from pullback.backbones.vggt import is_vggt
+from pullback.backbones.vggt_checkpoint import VGGT
 from pullback.decoders import Decoder, TaskDistance, build_decoder, task_distance
 from pullback.errors import ShapeError
 from pullback.layout import TokenLayout
 from pullback.operators import FunctionLinearization
 from pullback.probes.features import Features
 from pullback.probes.probe import FEATURE_BATCH, WithImages
+from pullback.probes.vggt import SceneInputProbe, scene_input_probe
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,30 @@ class MultiLayerProbe(WithImages):
         return FunctionLinearization(self.bind(features), features.as_subclass(torch.Tensor))
 
 
+@overload
+def multi_layer_probe(  # type: ignore[overload-overlap]  # a VGGT is a module too
+    model: VGGT,
+    decoder: str | Decoder = ...,
+    *,
+    device: str | torch.device = ...,
+    dtype: torch.dtype = ...,
+    distance: str | TaskDistance | None = ...,
+    after_norm: bool = ...,
+) -> SceneInputProbe: ...
+
+
+@overload
+def multi_layer_probe(
+    model: str | os.PathLike[str] | nn.Module,
+    decoder: str | Decoder = ...,
+    *,
+    device: str | torch.device = ...,
+    dtype: torch.dtype = ...,
+    distance: str | TaskDistance | None = ...,
+    after_norm: bool = ...,
+) -> MultiLayerProbe: ...
+
+
 def multi_layer_probe(
     model: str | os.PathLike[str] | nn.Module,
     decoder: str | Decoder = "depth",
@@ -96,7 +124,13 @@ def multi_layer_probe(
     dtype: torch.dtype = torch.float32,
     distance: str | TaskDistance | None = None,
     after_norm: bool = True,
-) -> MultiLayerProbe:
-    """The multi-layer probe of a frozen model and one of its dense decoders."""
+) -> MultiLayerProbe | SceneInputProbe:
+    """The multi-layer probe of a frozen model and one of its dense decoders.
+
+    A VGGT gives the `SceneInputProbe` of `scene_input_probe`, which has more choices. No norm lies between its blocks
+    and its heads, so ``after_norm`` makes no difference there.
+    """
+    if is_vggt(model):
+        return scene_input_probe(model, decoder, device=device, dtype=dtype, distance=distance)  # type: ignore[arg-type]
     backbone = load_backbone(model, device=device, dtype=dtype)
     return MultiLayerProbe(backbone, build_decoder(decoder, backbone), task_distance(distance), after_norm)

@@ -1,0 +1,254 @@
+"""Probe maps of VGGT: from the tokens of a scene at one layer, or at the input of its heads, to cameras, points, depth.
+
+A sample is a scene: images [B, S, 3, H, W] (or one scene, [S, 3, H, W]) in [0, 1], features [B, N, D] with the tokens
+of all views. What takes a probe and tensors takes these: `JacobianOperator`, `spectrum`, `diagnose`, `targets_of`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from pullback.backbones.vggt import SceneBackbone, Step, as_scenes, load_scene_backbone
+from pullback.backbones.vggt_checkpoint import VGGT
+from pullback.data.images import ImageSource, PixelFormat
+from pullback.data.vggt_images import load_views
+from pullback.decoders import Decoder, OutputMetric, TaskDistance, task_distance
+from pullback.decoders.scene import build_scene_decoder
+from pullback.errors import DecoderError, PullbackError, ShapeError
+from pullback.layout import TokenLayout
+from pullback.probes.features import Features
+from pullback.probes.vggt_linearization import SceneLinearization, tangent_cost
+
+FEATURE_VIEWS = 32
+"""Views per forward pass when features are computed, and at least one scene."""
+
+
+class OfScenes:
+    """What the probes of one layer and of the heads' input have in common."""
+
+    backbone: SceneBackbone
+    decoder: Decoder
+    distance: TaskDistance | None
+    output_metric: OutputMetric | None
+
+    @property
+    def name(self) -> str:
+        raise TypeError(f"{type(self).__name__} must define name")
+
+    @property
+    def device(self) -> torch.device:
+        return self.backbone.device
+
+    def load_views(self, path: ImageSource, size: int | None = None) -> Tensor:
+        """The views of one scene as this network wants them, [1, S, 3, H, W]: ``size`` wide, sides whole patches."""
+        own = self.backbone.model.config
+        return load_views(path, size=own.img_size if size is None else size, patch_size=own.patch_size)[None]
+
+    def pixel_format(self, size: int | tuple[int, int] | None = None) -> PixelFormat:
+        """What collections of single images are asked for, which scenes are not."""
+        raise PullbackError(
+            f"probe: expected one of single images, got {self.name}, whose samples are scenes of several views. Take "
+            "targets_of(probe, probe.features(scenes)) instead."
+        )
+
+    def token_layout(self, features: Tensor) -> TokenLayout:
+        """Where the tokens of these features sit. Their number alone does not tell how many views they are."""
+        known = getattr(features, "token_layout", None)
+        if not isinstance(known, TokenLayout):
+            raise ShapeError(
+                "features: expected what probe.features(scenes) returned (sums, scalings and batch slices of it keep "
+                f"the layout of the views), got a plain {type(features).__name__} {list(features.shape)}. Under "
+                "torch.func transforms use probe.bind(features)."
+            )
+        return known
+
+    def bind(self, features: Tensor) -> Callable[[Tensor], Tensor]:
+        """The probe map as a pure function of plain tensors, all else held: for torch.func and finite differences."""
+        raise TypeError(f"{type(self).__name__} must define bind")
+
+    def __call__(self, features: Tensor) -> Tensor:
+        """The decoder's output (after the task distance) at these features, differentiable: [B, ...]."""
+        return self.bind(features)(features.as_subclass(torch.Tensor))
+
+    def linearize(self, features: Tensor) -> SceneLinearization:
+        """The `Linearization` at these features that `JacobianOperator` multiplies with."""
+        layout, point = self.token_layout(features), features.as_subclass(torch.Tensor)
+        cost = tangent_cost(self.backbone, self.decoder, layout, point)
+        return SceneLinearization(self.bind(features), point, self.output_metric, cost)
+
+    def _decode(self, taps: Sequence[Tensor], layout: TokenLayout) -> Tensor:
+        output = self.decoder.decode(taps, layout)
+        return output if self.distance is None else self.distance(output)
+
+    def _steps(self, images: Tensor, layers: Sequence[int]) -> tuple[list[dict[int, Step]], TokenLayout]:
+        """Of batches of scenes, together with the layout that all of them have."""
+        scenes = as_scenes(images)
+        layout = self.backbone.token_layout(scenes)
+        batches = scenes.split(max(1, FEATURE_VIEWS // layout.views))
+        return [self.backbone.steps(batch, layers) for batch in batches], layout
+
+    def _check_width(self, features: Tensor, width: int) -> None:
+        if features.ndim != 3 or features.shape[-1] != width:
+            raise ShapeError(f"features: expected [B, N, {width}], got {list(features.shape)}.")
+
+
+@dataclass(frozen=True)
+class SceneProbe(OfScenes):
+    """psi_l = distance(decoder(blocks l+1, ..., L-1 (F^l))), F^l [B, N, C] the tokens after global block l.
+
+    Taps above l follow a change of F^l, taps below stay what the images made them. When the decoder reads layer l
+    itself, its tap is [frame_l | F^l]: the frame half was made before F^l and stays, the other half follows. With
+    ``read_probe_layer=False`` that tap stays as a whole (the paper's formula).
+    """
+
+    backbone: SceneBackbone
+    decoder: Decoder
+    layer: int
+    distance: TaskDistance | None = None
+    output_metric: OutputMetric | None = None
+    read_probe_layer: bool = True
+
+    def __post_init__(self) -> None:
+        self.backbone.check_layer(self.layer)
+        for layer in self.decoder.layers:
+            self.backbone.check_layer(layer)
+        if not self._following:
+            raise DecoderError(
+                f"layer: nothing that decoder {self.decoder.name!r} reads (layers {list(self.decoder.layers)}) follows "
+                f"a change at layer {self.layer}. Probe a lower layer"
+                + (", or set read_probe_layer=True." if self.layer in self.decoder.layers else ".")
+            )
+
+    @cached_property
+    def _following(self) -> tuple[int, ...]:
+        first = self.layer if self.read_probe_layer else self.layer + 1
+        return tuple(sorted({layer for layer in self.decoder.layers if layer >= first}))
+
+    @cached_property
+    def _held(self) -> tuple[int, ...]:
+        """Layers of which the decoder reads something that does not follow."""
+        return tuple(sorted({layer for layer in self.decoder.layers if layer <= self.layer}))
+
+    @property
+    def name(self) -> str:
+        return f"{self.backbone.name} {self.decoder.name} L{self.layer:02d}"
+
+    @torch.no_grad()
+    def features(self, images: Tensor) -> Tensor:
+        """F^l of scenes [B, S, 3, H, W]: [B, N, C]. Attached are the layout and, by layer, what the decoder reads of
+        layers up to l and a change of F^l does not reach: taps [B, N, 2C], and of layer l the frame half [B, N, C]."""
+        batches, layout = self._steps(images, (*self._held, self.layer))
+        tokens = torch.cat([batch[self.layer].tokens for batch in batches])
+        below = {layer: torch.cat([self._constant(batch[layer], layer) for batch in batches]) for layer in self._held}
+        return Features.attach(tokens, layout, below)
+
+    def _constant(self, step: Step, layer: int) -> Tensor:
+        return step.frame if layer in self._following else step.tap()
+
+    def bind(self, features: Tensor) -> Callable[[Tensor], Tensor]:
+        self._check_width(features, self.backbone.dim)
+        layout, below = self.token_layout(features), dict(getattr(features, "below", {}))
+        lost = [layer for layer in self._held if layer not in below]
+        if lost:
+            raise ShapeError(
+                f"features: decoder {self.decoder.name!r} also reads layers {lost}, which these features do not carry. "
+                "Pass what features(scenes) of this probe returned."
+            )
+        ropes = self.backbone.ropes(layout, features.as_subclass(torch.Tensor))
+
+        def bound(tokens: Tensor) -> Tensor:
+            taps = {layer: below[layer] for layer in self._held}
+            if self.layer in self._following:
+                taps[self.layer] = Step(below[self.layer], tokens).tap()
+            for layer in range(self.layer + 1, max(self._following) + 1):
+                step = self.backbone.step(layer, tokens, layout, ropes)
+                tokens = step.tokens
+                if layer in self._following:
+                    taps[layer] = step.tap()
+            return self._decode([taps[layer] for layer in self.decoder.layers], layout)
+
+        return bound
+
+
+@dataclass(frozen=True)
+class SceneInputProbe(OfScenes):
+    """The probe at x_vis, the heads' own input: psi(x) = distance(decoder(x split into its taps)).
+
+    x [B, N, K 2C] has the taps that the decoder reads side by side, K = 4 for points and depth (hook layers), K = 1 for
+    the camera (last layer), so no block lies between the probe and the head.
+    """
+
+    backbone: SceneBackbone
+    decoder: Decoder
+    distance: TaskDistance | None = None
+    output_metric: OutputMetric | None = None
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return self.decoder.layers
+
+    @property
+    def layer(self) -> str:
+        return "hooks"
+
+    @property
+    def name(self) -> str:
+        return f"{self.backbone.name} {self.decoder.name} taps {list(self.layers)}"
+
+    @torch.no_grad()
+    def features(self, images: Tensor) -> Tensor:
+        """x of scenes [B, S, 3, H, W]: [B, N, K 2C], with their layout."""
+        batches, layout = self._steps(images, self.layers)
+        joined = [torch.cat([batch[layer].tap() for layer in self.layers], -1) for batch in batches]
+        return Features.attach(torch.cat(joined), layout, {})
+
+    def bind(self, features: Tensor) -> Callable[[Tensor], Tensor]:
+        self._check_width(features, 2 * self.backbone.dim * len(self.layers))
+        layout = self.token_layout(features)
+        return lambda joined: self._decode(joined.chunk(len(self.layers), -1), layout)
+
+
+def scene_probe(
+    model: str | os.PathLike[str] | VGGT,
+    decoder: str | Decoder = "camera",
+    layer: int | None = None,
+    *,
+    device: str | torch.device = "auto",
+    dtype: torch.dtype = torch.float32,
+    distance: str | TaskDistance | None = None,
+    output_metric: OutputMetric | None = None,
+    read_probe_layer: bool = True,
+    pose_derivative: str = "exact",
+) -> SceneProbe:
+    """A VGGT, one of its heads (`decoders/scene.py`) and an aggregator layer (default: the last but one)."""
+    backbone = load_scene_backbone(model, device=device, dtype=dtype)
+    return SceneProbe(
+        backbone,
+        build_scene_decoder(decoder, backbone, pose_derivative=pose_derivative),
+        backbone.default_layer if layer is None else layer,
+        distance=task_distance(distance),
+        output_metric=output_metric,
+        read_probe_layer=read_probe_layer,
+    )
+
+
+def scene_input_probe(
+    model: str | os.PathLike[str] | VGGT,
+    decoder: str | Decoder = "depth",
+    *,
+    device: str | torch.device = "auto",
+    dtype: torch.dtype = torch.float32,
+    distance: str | TaskDistance | None = None,
+    output_metric: OutputMetric | None = None,
+    pose_derivative: str = "exact",
+) -> SceneInputProbe:
+    """A VGGT and one of its heads, probed at what the head reads."""
+    backbone = load_scene_backbone(model, device=device, dtype=dtype)
+    own = build_scene_decoder(decoder, backbone, pose_derivative=pose_derivative)
+    return SceneInputProbe(backbone, own, task_distance(distance), output_metric)
