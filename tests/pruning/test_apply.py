@@ -186,3 +186,10 @@ def test_bad_input():
         pb.prune(model, "norm", ratio=0.5, stages=[1])(images, output_hidden_states=True)
     with pytest.raises(ModelError, match="expected evaluation mode"):
         pb.prune(copy.deepcopy(model).train(), "norm", ratio=0.5, stages=[1])
+
+
+def test_a_stage_that_changes_nothing_is_named(caplog):
+    """Last-Layer Fusion after the last but one block: allowed, as in the schedule [1, 4, 7, 10], and useless."""
+    fast = pb.prune(model_of("depth-v2"), "norm", ratio=0.5, stages=[1, 3])
+    assert "block 3 is the last but one" in caplog.text
+    assert fast(images_for("depth-v2", (3, 3))).predicted_depth.shape == (2, 42, 42)

@@ -52,9 +52,9 @@ def test_stages_past_the_last_block_are_refused():
 
 def test_fusion_after_the_last_but_one_block_says_that_it_is_useless():
     plan = preset("paper", 0.5, [10], dense=True)
-    with pytest.warns(UserWarning, match="this stage changes nothing"):
-        plan.check_depth(12)
-    plan.check_depth(13)
+    plan.check_depth(12)
+    assert "this stage changes nothing" in plan.notes(12)[0]
+    assert plan.notes(13) == preset("best", 0.5, [10]).notes(12) == ()
 
 
 def test_presets():

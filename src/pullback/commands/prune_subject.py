@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -66,11 +65,10 @@ class Subject:
 
     def plan_warnings(self, wanted: Sequence[Combination]) -> list[str]:
         """Refuse impossible stages; what the plans have to say about odd ones, once."""
-        with warnings.catch_warnings(record=True) as heard:
-            warnings.simplefilter("always")
-            for combination in wanted:
-                self.plan(combination).check_depth(self.backbone.depth)
-        return list(dict.fromkeys(str(warning.message) for warning in heard))
+        depth, plans = self.backbone.depth, [self.plan(combination) for combination in wanted]
+        for plan in plans:
+            plan.check_depth(depth)
+        return list(dict.fromkeys(note for plan in plans for note in plan.notes(depth)))
 
     @torch.no_grad()
     def full(self, images: Tensor) -> Tensor:
@@ -99,11 +97,9 @@ class Subject:
         """Of the whole model; bf16 by autocast, so that weights and residual stream stay float32."""
         lower = self.precision == "bf16"
         with (
-            warnings.catch_warnings(),
             matmul_precision(self.precision),
             torch.autocast(self.backbone.device.type, torch.bfloat16, enabled=lower),
         ):
-            warnings.filterwarnings("ignore", message="stages: ")  # said once, by plan_warnings
             yield
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,10 @@ from pullback.pruning.context import Modes, Score
 from pullback.pruning.outputs import assembler
 from pullback.pruning.plan import PrunePlan
 from pullback.pruning.plan import preset as named_plan
-from pullback.pruning.run import PrunedRun, forward, stage_scores
+from pullback.pruning.run import PrunedRun, forward, prepared
 
 Choice = str | nn.Module | Score
+logger = logging.getLogger(__name__)
 
 
 class PrunedModel(nn.Module):
@@ -27,12 +29,14 @@ class PrunedModel(nn.Module):
     copies of it can live side by side. A plan that removes nothing calls it.
     """
 
-    def __init__(self, model: nn.Module, plan: PrunePlan, scores: Sequence[Choice], modes: Modes | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, plan: PrunePlan, scores: Sequence[Choice], modes: Modes | nn.Module | None = None
+    ) -> None:
         super().__init__()
-        self.model, self.plan, self.modes = model, plan, modes
+        self.model, self.plan = model, plan
         self.backbone = load_backbone(model)
         self._assemble = assembler(self.backbone)
-        self.scores = stage_scores(self.backbone, plan, scores, modes)
+        self.scores, self.modes = prepared(self.backbone, plan, scores, modes)
         self.heads = nn.ModuleList(dict.fromkeys(score for score in self.scores if isinstance(score, nn.Module)))
         self.eval()
 
@@ -106,7 +110,7 @@ def prune(
     stages: Sequence[int],
     preset: str = "best",
     dense: bool | None = None,
-    modes: Modes | None = None,
+    modes: Modes | nn.Module | None = None,
 ) -> PrunedModel:
     """A frozen model that removes the tokens that its task hardly uses.
 
@@ -115,7 +119,8 @@ def prune(
     tokens [B, N, D] and the context; one for all stages, or one for each. ``ratio``: share of the patch tokens that is
     removed in the end, split equally over the stages, or a share for each. ``stages``: removal after these blocks.
     ``dense``: all patch tokens come back in the output, for decoders that read them (default: where the model has such
-    a decoder). ``modes``: needed by preset "paper" on class tokens.
+    a decoder). ``modes``: preset "paper" on class tokens matches by d_task, with the metric of a Spectral Pullback
+    Network: the score itself, or this one; or with exact modes, a function.
     """
     backbone = load_backbone(model)
     if dense is None:
@@ -123,6 +128,8 @@ def prune(
     if not dense and backbone.hook_layers:
         raise PullbackError(f"dense: the decoder of {backbone.name} reads all patch tokens, so they must come back.")
     plan = named_plan(preset, ratio, stages, dense=dense, depth=backbone.depth)
+    for note in plan.notes(backbone.depth):
+        logger.warning(note)
     scores: list[Any] = list(score) if isinstance(score, (list, tuple, nn.ModuleList)) else [score]
     return PrunedModel(model, plan, scores, modes)
 

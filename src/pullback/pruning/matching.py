@@ -148,6 +148,8 @@ def match_by_task(tokens: Tensor, modes: Tensor, kept: Tensor, removed: Tensor, 
     d(a, b)^2 = sum_j ((sigma_j v_j^(a))^T (F_a - F_b))^2 with the scaled modes sigma_j v_j [B, r, N, D]. The class
     token counts as a destination; its importance is infinite (s_0 = inf), so whatever is merged into it is lost.
     """
+    wide = torch.promote_types(tokens.dtype, modes.dtype)
+    tokens, modes = tokens.to(wide), modes.to(wide)
     index = removed[:, None, :, None].expand(-1, modes.shape[1], -1, modes.shape[-1])
     blocks = modes.gather(2, index)  # [B, r, R, D]
     own = (blocks * rows(tokens, removed)[:, None]).sum(-1, keepdim=True)  # [B, r, R, 1]

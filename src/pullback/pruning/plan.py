@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
@@ -99,12 +98,15 @@ class PrunePlan:
                 f"stages: expected blocks from 0 to {depth - 2} (of {depth}: after the last one nothing is left to "
                 f"save), got {list(self.stages)}."
             )
+
+    def notes(self, depth: int) -> tuple[str, ...]:
+        """What is allowed and yet odd about it, on a backbone with so many blocks."""
         if self.fuse_last and self.stages[-1] == depth - 2 and self.shares[-1] > 0:
-            warnings.warn(
+            return (
                 f"stages: block {depth - 2} is the last but one, and Last-Layer Fusion runs the last one on all "
                 "tokens, so this stage changes nothing and costs time.",
-                stacklevel=3,
             )
+        return ()
 
     def with_ratio(self, ratio: float) -> PrunePlan:
         """The same plan, the ratio split equally over the stages."""

@@ -21,6 +21,7 @@ from pullback.pruning.matching import (
     residuals,
     rows,
 )
+from pullback.pruning.modes import as_modes
 from pullback.pruning.plan import PrunePlan
 from pullback.pruning.reinsert import Leftover, leftover, reinserted
 from pullback.pruning.scores import HeadScore, alternate, as_score, strided
@@ -63,15 +64,16 @@ def run_pruned(
     scores: Sequence[Score | str | nn.Module],
     *,
     layers: Sequence[int],
-    modes: Modes | None = None,
+    modes: Modes | nn.Module | None = None,
     generator: torch.Generator | None = None,
 ) -> PrunedRun:
     """The backbone on images [B, 3, H, W] with the plan's tokens removed on the way.
 
-    ``scores``: one for each stage, or one for all. ``modes``: for the matching by d_task.
+    ``scores``: one for each stage, or one for all. ``modes``: for the matching by d_task, a function or an SPN; an SPN
+    that scores provides its own.
     """
-    ready = stage_scores(backbone, plan, scores, modes)
-    return forward(backbone, images, plan, ready, layers=layers, modes=modes, generator=generator)
+    ready, known = prepared(backbone, plan, scores, modes)
+    return forward(backbone, images, plan, ready, layers=layers, modes=known, generator=generator)
 
 
 def forward(
@@ -180,15 +182,14 @@ def _record(layer: int, positions: Tensor, matching: Matching) -> StageRecord:
     return StageRecord(layer, kept, matching.take(positions), rows(kept, matching.destination), matching.merged)
 
 
-def stage_scores(
-    backbone: Backbone, plan: PrunePlan, scores: Sequence[Score | str | nn.Module], modes: Modes | None
-) -> list[Score]:
-    """One score per stage, heads checked against the backbone and the stage that they are used at."""
+def prepared(
+    backbone: Backbone,
+    plan: PrunePlan,
+    scores: Sequence[Score | str | nn.Module],
+    modes: Modes | nn.Module | None,
+) -> tuple[list[Score], Modes | None]:
+    """One score per stage, heads checked against the backbone and the stage that they are used at, and the modes."""
     plan.check_depth(backbone.depth)
-    if plan.match == "task" and modes is None:
-        raise PullbackError(
-            "modes: matching by d_task (preset 'paper') needs the modes of J: exact_modes(probe), or metric_modes(spn)."
-        )
     if len(scores) not in (1, len(plan.stages)):
         raise PullbackError(
             f"scores: expected one, or one for each of the {len(plan.stages)} stages, got {len(scores)}."
@@ -197,4 +198,12 @@ def stage_scores(
     for stage, score in zip(plan.stages, ready, strict=True):
         if isinstance(score, HeadScore):
             score.check(backbone.family, backbone.dim, stage)
-    return ready
+    if plan.match != "task":
+        return ready, None
+    known = as_modes(modes, plan.stages, ready)
+    if known is None:
+        raise PullbackError(
+            "modes: matching by d_task (preset 'paper') needs the modes of J: score with a SpectralPullbackNetwork, or "
+            "pass one as modes, or exact_modes(probe) of pullback.geometry.token_scores."
+        )
+    return ready, known

@@ -2,6 +2,7 @@
 
 folder/pruned.json   plan, score of each stage, class of the model
 folder/heads/0, ...  whatever the heads' own save_pretrained writes
+folder/modes/6, ...  the networks whose metric d_task takes, by stage
 folder/model/        the model's own save_pretrained
 """
 
@@ -20,24 +21,33 @@ from pullback.backbones import load_backbone
 from pullback.backbones.checkpoint import write_network
 from pullback.errors import ModelError
 from pullback.pruning.apply import PrunedModel
+from pullback.pruning.modes import StageModes
 from pullback.pruning.plan import PrunePlan
 from pullback.pruning.scores import SCORES, HeadScore
 
-DOCUMENT, HEADS, MODEL = "pruned.json", "heads", "model"
+DOCUMENT, HEADS, MODES, MODEL = "pruned.json", "heads", "modes", "model"
 
 
 def save_pruned(pruned: PrunedModel, folder: str | Path) -> Path:
     """Write all of it; the folder is made where it is missing."""
     folder = Path(folder)
-    if pruned.modes is not None:
+    if pruned.modes is not None and not isinstance(pruned.modes, StageModes):
         raise ModelError(
-            "pruned: the modes of d_task are a function, which cannot be saved. Save the plan and the SPN, and prune "
-            "again where they are loaded."
+            "pruned: the modes of d_task are a function, which cannot be saved. Take a Spectral Pullback Network, or "
+            "save the plan and prune again where it is loaded."
         )
     folder.mkdir(parents=True, exist_ok=True)
+    networks: dict[str, Any] = {} if pruned.modes is None else dict(pruned.modes.networks.items())
+    for layer, network in networks.items():
+        network.save_pretrained(folder / MODES / layer)
     names = [_write_score(score, number, folder) for number, score in enumerate(pruned.scores)]
     _write_model(pruned.model, folder / MODEL)
-    document = {"plan": asdict(pruned.plan), "scores": names, "class": _address(pruned.model)}
+    document = {
+        "plan": asdict(pruned.plan),
+        "scores": names,
+        "modes": {layer: _address(network) for layer, network in networks.items()},
+        "class": _address(pruned.model),
+    }
     (folder / DOCUMENT).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return folder
 
@@ -50,13 +60,16 @@ def load_pruned(
     try:
         document = json.loads((folder / DOCUMENT).read_text(encoding="utf-8"))
         plan, names, address = PrunePlan(**document["plan"]), document["scores"], document["class"]
+        networks = document["modes"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(
             f"folder: {folder} holds no pruned model that can be read ({type(error).__name__}: {error}). Expected one "
             "that save_pretrained wrote."
         ) from None
     scores = [_read_score(name, folder) for name in names]
-    return PrunedModel(_read_model(address, folder / MODEL) if model is None else model, plan, scores).to(device)
+    known = {int(layer): _class(kind).from_pretrained(folder / MODES / layer) for layer, kind in networks.items()}
+    own = _read_model(address, folder / MODEL) if model is None else model
+    return PrunedModel(own, plan, scores, StageModes(known) if known else None).to(device)
 
 
 def _write_score(score: Any, number: int, folder: Path) -> dict[str, str]:

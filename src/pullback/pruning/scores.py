@@ -101,14 +101,16 @@ def as_score(choice: str | nn.Module | Score) -> Score:
 
 
 class HeadScore(nn.Module):
-    """A network of the tokens alone, as a score."""
+    """A network of the tokens alone, as a score: one that gives scores [B, N], or, as a Spectral Pullback Network does,
+    a metric, whose importance counts."""
 
     def __init__(self, head: nn.Module) -> None:
         super().__init__()
         self.head = head
 
     def forward(self, tokens: Tensor, context: ScoreContext) -> Tensor:
-        return self.head(tokens)
+        found = self.head(tokens)
+        return found if isinstance(found, Tensor) else found.importance()
 
     def check(self, family: str, dim: int, layer: int) -> None:
         """Refuse a head of another width, family or layer, where the head says what it was made for."""
