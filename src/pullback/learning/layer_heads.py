@@ -160,9 +160,6 @@ class HeadGroup(Pretrained):
     def from_config(cls, config: GroupConfig) -> HeadGroup:
         return cls(config)
 
-    def describe(self, **changes: Any) -> HeadGroup:
-        raise NotImplementedError("a group is a way to train heads: describe and save its members")
-
     def start_from(self, block: LayerBlock, count: int = 512) -> HeadGroup:
         for name, place, _, _ in self.config.heads:
             self.head(name).start_from(block.features[place, :count].float(), block.norms[place, :count])
