@@ -4,9 +4,9 @@
 
 Poses between all pairs of views: median angle of the rotation and of the direction of the translation, with bootstrap
 errors over scenes. Depth (no sky): δ1 and AbsRel with one scale for each scene, and as predicted, in units of the scene
-(the mean distance of its points from the first camera). Points: mean distance to the truth in the same units. "The mean"
-is fitted on other held-out scenes: the mean relative pose of each pair, the geometric mean depth and the mean point of
-each pixel of each view.
+(the mean distance of its points from the first camera). Points: mean distance to the truth in the same units. "The
+mean" is fitted on other held-out scenes: the mean relative pose of each pair, the geometric mean depth and the mean
+point of each pixel of each view.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     python -m pullback.training.tiny_views --device cuda --out runs/tiny-views
 
 Scenes are drawn block by block with several views each, and a block is seen a few times: every time in another choice
-and order of views (the first is the reference), mirrored or not, and in another light. All scenes of a step have equally
-many views, another number at every step. Held-out seeds start at `HELD_OUT`.
+and order of views (the first is the reference), mirrored or not, and in another light. All scenes of a step have
+equally many views, another number at every step. Held-out seeds start at `HELD_OUT`.
 
 Everything follows from ``--seed`` and the step number, so a run that was stopped (``--seconds``, or a crash) goes on
 exactly where its last checkpoint was written: call the same command again. Checkpoints are files of at most 15 MB.
@@ -42,7 +42,12 @@ TYPICAL_FOV = 1.03  # radians, the middle of the training ranges
 
 @dataclass(frozen=True)
 class Recipe:
-    """What decides the weights. Stored in every checkpoint; another recipe does not continue it."""
+    """What decides the weights. Stored in every checkpoint; another recipe does not continue it.
+
+    Cameras are learnt late: for a while their loss stays at that of a blind guess, until tokens of different views find
+    each other. Dense losses, a high rate and layer scales that are not tiny shorten this: with 48 pixels, width 64 and
+    4 layers it took 30,000 scenes at 4e-3 and 0.3, and 54,000 at 2e-3 and 0.1.
+    """
 
     steps: int = 6_000
     batch: int = 96  # scenes
@@ -50,7 +55,7 @@ class Recipe:
     block: int = 1_536  # scenes drawn at a time
     passes: int = 4  # over each block
     seed: int = 0
-    learning_rate: float = 2e-3
+    learning_rate: float = 4e-3
     warmup: int = 400
     weight_decay: float = 0.05
     clip: float = 1.0
@@ -64,7 +69,7 @@ class Recipe:
     heads: int = 4
     registers: int = 4
     mlp_ratio: float = 2.5
-    layer_scale: float = 0.1
+    layer_scale: float = 0.3
     camera_layers: int = 1
     features: int = 32  # of the dense heads
     channels: tuple[int, ...] = (32, 48, 64, 64)

@@ -28,18 +28,16 @@ def losses(output: VGGTOutput, truth: Truth, *, camera_weight: float, edge_weigh
     camera = camera_loss(output.pose_enc_list, truth.poses)
     depth_error = torch.where(truth.valid, _log(output.depth[..., 0]) - _log(truth.depth), 0.0)[..., None]
     point_error = torch.where(truth.valid[..., None], signed_log(output.world_points) - signed_log(truth.points), 0.0)
-    parts = {"camera": camera, "total": camera_weight * camera}
-    for name, error, confidence in (
-        ("depth", depth_error, output.depth_conf),
-        ("points", point_error, output.world_points_conf),
+    point_size = (point_error.square().sum(-1) + 1e-12).sqrt()  # a length of 0 has no derivative
+    total, parts = camera_weight * camera, {"camera": camera}
+    for name, error, size, confidence in (
+        ("depth", depth_error, depth_error[..., 0].abs(), output.depth_conf),
+        ("points", point_error, point_size, output.world_points_conf),
     ):
-        size = error.abs()[..., 0] if error.shape[-1] == 1 else (error.square().sum(-1) + 1e-12).sqrt()
-        parts[name] = _mean(size, truth.valid)
-        parts[f"{name} edges"] = edges(error, truth.valid)
-        parts["total"] = (
-            parts["total"] + confident(size, confidence, truth.valid) + edge_weight * parts[f"{name} edges"]
-        )
-    return {"loss": parts.pop("total"), **parts}
+        jumps = edges(error, truth.valid)
+        total = total + confident(size, confidence, truth.valid) + edge_weight * jumps
+        parts |= {name: _mean(size, truth.valid), f"{name} edges": jumps}
+    return {"loss": total, **parts}
 
 
 def camera_loss(rounds: Sequence[Tensor], truth: Tensor) -> Tensor:

@@ -104,9 +104,15 @@ class Aggregator(nn.Module):
 
     def step(self, layer: int, tokens: Tensor, views: int, ropes: tuple[Rope, Rope]) -> tuple[Tensor, Tensor]:
         """Tokens [B, N, C] that enter block ``layer`` -> its frame output and its global output, [B, N, C] both."""
-        per_view = tokens.unflatten(1, (views, -1)).flatten(0, 1)  # [B S, P, C]
-        frame = self.frame_blocks[layer](per_view, ropes[0]).unflatten(0, (-1, views)).flatten(1, 2)
+        frame = self.frame_step(layer, tokens, views, ropes[0])
         return frame, self.global_blocks[layer](frame, ropes[1])
+
+    def frame_step(self, layer: int, tokens: Tensor, views: int, rope: Rope, log_sizes: Tensor | None = None) -> Tensor:
+        """Frame block ``layer`` alone, [B, N, C] -> [B, N, C]. Views may have lost tokens, equally many each: then
+        ``rope`` is that of the tokens that are left, [B S, 1, n, 2, F/2], and ``log_sizes`` [B S, n] what they count.
+        """
+        per_view = tokens.unflatten(1, (views, -1)).flatten(0, 1)  # [B S, P, C]
+        return self.frame_blocks[layer](per_view, rope, log_sizes).unflatten(0, (-1, views)).flatten(1, 2)
 
     def run(self, tokens: Tensor, start: int, stop: int, layout: TokenLayout) -> Tensor:
         """Blocks start, ..., stop-1: tokens [B, N, C] that enter block start -> those after global block stop-1."""

@@ -42,13 +42,21 @@ class Attention(nn.Module):
         self.k_norm = nn.LayerNorm(dim // heads) if qk_norm else nn.Identity()
         self.proj = nn.Linear(dim, dim)
 
-    def forward(self, x: Tensor, rope: Rope | None = None) -> Tensor:
-        """[B, N, D] -> [B, N, D]."""
+    def forward(self, x: Tensor, rope: Rope | None = None, log_sizes: Tensor | None = None) -> Tensor:
+        """[B, N, D] -> [B, N, D]. ``log_sizes`` [B, N]: a key that stands for s equal tokens weighs as much as they
+        did (proportional attention, Bolya et al. 2023)."""
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # [B, heads, N, d] each
         q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
             q, k = rope.rotate(q), rope.rotate(k)
-        return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        bias = None if log_sizes is None else _key_bias(log_sizes.to(v.dtype), q.shape[1], q.shape[2])
+        return self.proj(F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2).flatten(2))
+
+
+def _key_bias(log_sizes: Tensor, heads: int, queries: int) -> Tensor:
+    """[B, N] -> [B, heads, queries, N] without copies. Fused kernels want rows at multiples of 16 bytes."""
+    count = log_sizes.shape[1]
+    return F.pad(log_sizes, (0, -count % 8))[:, None, None, :count].expand(-1, heads, queries, -1)
 
 
 class Block(nn.Module):
@@ -63,7 +71,8 @@ class Block(nn.Module):
         self.mlp = Mlp(dim, int(dim * mlp_ratio), dim)
         self.ls2 = LayerScale(dim, layer_scale)
 
-    def forward(self, x: Tensor, rope: Rope | None = None) -> Tensor:
-        """[B, N, D] -> [B, N, D]; any choice of tokens, with the ``rope`` of that choice."""
-        x = x + self.ls1(self.attn(self.norm1(x), rope))
+    def forward(self, x: Tensor, rope: Rope | None = None, log_sizes: Tensor | None = None) -> Tensor:
+        """[B, N, D] -> [B, N, D]; any choice of tokens, with the ``rope`` of that choice. ``log_sizes`` [B, N]: the
+        logarithm of how many tokens each one stands for."""
+        x = x + self.ls1(self.attn(self.norm1(x), rope, log_sizes))
         return x + self.ls2(self.mlp(self.norm2(x)))

@@ -1,0 +1,195 @@
+"""VGGT on fewer tokens: nothing removed changes nothing, duplicates cost nothing, scenes do not see each other."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from pullback.errors import ModelError, PullbackError
+from pullback.layout import TokenLayout
+from pullback.pruning import view_matching
+from pullback.pruning.matching import cosines as all_cosines
+from pullback.pruning.matching import match_by_cosine, rows
+from pullback.pruning.vggt import PrunedVGGT, prune_views, view_plan
+from pullback.pruning.view_matching import Groups, group_tokens, nearest, residuals, strided_grid
+from vggt_models import scenes, tiny
+
+OUTPUTS = ("pose_enc", "depth", "depth_conf", "world_points", "world_points_conf")
+SCOPES = ("global", "view")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny(depth=4, hook_layers=(0, 1, 2, 3)).requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def images():
+    return scenes(2, 3, 3, 56, 56)  # 2 scenes, 3 views of 4 x 4 patches
+
+
+def close(got, expected, tolerance=1e-9):
+    for name in OUTPUTS:
+        torch.testing.assert_close(got[name], expected[name], rtol=tolerance, atol=tolerance)
+
+
+def differs(got, expected):
+    return any((got[name] - expected[name]).abs().max() > 1e-6 for name in OUTPUTS)
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize("preset", ["best", "strided", "drop"])
+def test_with_nothing_removed_the_pruned_route_is_the_model(model, images, scope, preset):
+    score = "strided" if preset == "strided" else "norm"
+    pruned = prune_views(model, score, ratio=0.0, stages=[0, 1], preset=preset, scope=scope)
+    output, run = pruned.with_record(images)
+    close(output, model(images))
+    assert set(output) == set(model(images)) and run.tokens == (57,) * 4
+    assert [record.removed.shape[1] for record in run.records] == [0, 0]
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize(("score", "preset"), [("norm", "best"), ("random", "best"), ("strided", "strided")])
+def test_outputs_keep_their_shapes_and_every_scene_is_treated_as_if_alone(model, images, scope, score, preset):
+    pruned = prune_views(model, score, ratio=0.5, stages=[0, 1], preset=preset, scope=scope)
+    output, full = pruned(images), model(images)
+    assert {name: output[name].shape for name in OUTPUTS} == {name: full[name].shape for name in OUTPUTS}
+    assert differs(output, full) and all(output[name].isfinite().all() for name in OUTPUTS)
+    for scene in range(2):
+        alone = pruned(images[scene])
+        close({name: output[name][scene : scene + 1] for name in OUTPUTS}, alone)
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_stages_remove_what_the_plan_says_and_never_camera_or_register_tokens(model, images, scope):
+    _, run = prune_views(model, "norm", ratio=0.5, stages=[0, 1], scope=scope).with_record(images)
+    if scope == "global":  # the second stage decides anew, for its share and the first one's
+        assert run.tokens == (57, 45, 33, 33)
+        assert [record.removed.shape for record in run.records] == [(2, 12), (2, 24)]
+        patch = TokenLayout(3, (4, 4), 3).patch_mask()
+        assert all(patch[record.removed].all() and patch[record.partner].all() for record in run.records)
+    else:  # fuse_last: the last block sees all
+        assert run.tokens == (57, 45, 33, 57)
+        assert [record.removed.shape for record in run.records] == [(6, 4), (6, 4)]
+        assert all((record.removed >= 3).all() and (record.partner >= 3).all() for record in run.records)
+
+
+def test_a_view_that_is_there_twice_goes_without_a_trace(model):
+    """Views 1 and 2 are equal, and so are all their tokens: half of these merge into the others, across views."""
+    first, second = scenes(2, 3, 56, 56)
+    images = torch.stack([first, second, second])
+    pruned = prune_views(model, "norm", ratio=1 / 3, stages=[0])
+    output, run = pruned.with_record(images)
+    close(output, model(images))
+    assert run.tokens == (57, 41, 41, 41)
+    gone = run.records[0]
+    assert torch.equal((gone.removed - gone.partner).abs(), torch.full_like(gone.removed, 19))
+    assert gone.merged.all()
+    without_sizes = PrunedVGGT(model, replace(pruned.plan, sizes=False), ["norm"], "global")
+    assert differs(without_sizes(images), model(images))  # they count twice
+
+
+def test_dropped_tokens_keep_the_value_they_had_in_each_global_block(model, images):
+    pruned = prune_views(model, "norm", ratio=0.5, stages=[1], preset="drop")
+    run = pruned.run(images)
+    frame, tokens = run.taps[2].flatten(1, 2).chunk(2, -1)
+    record = run.records[0]
+    torch.testing.assert_close(rows(tokens, record.removed), rows(frame, record.removed), rtol=0, atol=0)
+    assert (rows(tokens, record.kept) - rows(frame, record.kept)).abs().amax(-1).min() > 1e-3
+
+
+def test_a_function_scores_the_tokens_of_all_views_in_their_own_order(model, images):
+    keep = torch.zeros(57)
+    keep[torch.tensor([5, 25, 50])] = 1.0  # a patch of each view
+    seen = []
+
+    def score(tokens, context):
+        seen.append((tokens.shape, context.layer, context.layout))
+        return keep.expand(tokens.shape[:2])
+
+    plan = view_plan("drop", 0.9, [0], scope="global", depth=4)
+    run = PrunedVGGT(model, plan, [score], "global").run(images)
+    assert seen == [((2, 57, 32), 0, TokenLayout(3, (4, 4), 3))]
+    kept = set(run.records[0].kept[0].tolist())
+    assert {0, 1, 2, 19, 20, 21, 38, 39, 40} | {5, 25, 50} <= kept
+    assert len(kept) == 9 + 5
+
+
+def test_removed_tokens_follow_the_most_similar_kept_one_in_any_chunks(monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randn(2, 30, 8, dtype=torch.float64, generator=generator)
+    scores = torch.rand(2, 30, generator=generator)
+    plan = view_plan("drop", 0.5, [0], scope="global", depth=4)
+    plan = replace(plan, match="cosine", reinsert="drift")
+    order, grid = torch.arange(30), torch.zeros(30, dtype=torch.bool)
+    whole = group_tokens(tokens, scores, plan, 12, order, 4, grid)
+    monkeypatch.setattr(view_matching, "CHUNK_NUMBERS", 100)
+    parts = group_tokens(tokens, scores, plan, 12, order, 4, grid)
+    for name in ("kept", "removed", "group", "merged", "lengths"):
+        assert torch.equal(getattr(whole, name), getattr(parts, name))
+    allowed = (torch.arange(30) >= 4).expand(2, -1)
+    partner, merged = match_by_cosine(all_cosines(tokens), whole.kept, whole.removed, allowed, -1.0)
+    assert torch.equal(whole.group, partner) and merged.all()
+    assert torch.equal(whole.lengths.sum(1), torch.full((2,), 12))
+
+
+def test_means_of_groups_are_weighted_and_spread_back():
+    groups = Groups(
+        kept=torch.tensor([[0, 3]]),
+        removed=torch.tensor([[2, 1, 4]]),
+        group=torch.tensor([[0, 1, 1]]),
+        merged=torch.tensor([[True, True, False]]),
+        lengths=torch.tensor([[1, 2]]),
+    )
+    x = torch.tensor([[[1.0], [2.0], [5.0], [4.0], [9.0]]])
+    weights = torch.tensor([[1.0, 1.0, 3.0, 1.0, 7.0]])
+    mean = groups.mean(x, weights)
+    assert mean.flatten().tolist() == [4.0, 3.0]  # (1 + 3*5)/4, (4 + 2)/2: the last one is not merged
+    torch.testing.assert_close(groups.log_sizes().exp(), torch.tensor([[2.0, 2.0]]))
+    assert groups.spread(mean, follow=True).flatten().tolist() == [4.0, 3.0, 4.0, 3.0, 3.0]
+    assert groups.spread(mean, follow=False).flatten().tolist() == [4.0, 0.0, 0.0, 3.0, 0.0]
+
+
+def test_of_equal_tokens_the_first_is_the_one_that_others_can_follow():
+    tokens = torch.ones(1, 3, 2)
+    away = residuals(tokens, torch.ones(1, 3), torch.ones(1, 3, dtype=torch.bool))
+    torch.testing.assert_close(away, torch.tensor([[2**0.5, 0.0, 0.0]]))
+    best, _ = nearest(tokens, torch.tensor([[0]]), torch.zeros(1, 3, dtype=torch.bool))
+    assert best.item() == -2.0
+
+
+def test_the_strided_rule_keeps_one_patch_of_each_cell_and_widens_with_the_ratio(model, images):
+    assert strided_grid(4, 4, 0.5).nonzero().tolist() == [[0, 0], [0, 2], [2, 0], [2, 2]]
+    assert strided_grid(5, 3, 0.5).sum() == 6
+    assert [int(strided_grid(4, 4, ratio).sum()) for ratio in (0.0, 0.75, 0.8, 0.9)] == [4, 4, 1, 1]
+    assert strided_grid(6, 6, 0.8).nonzero().tolist() == [[0, 0], [0, 3], [3, 0], [3, 3]]
+    assert strided_grid(1, 1, 0.5).tolist() == [[True]]
+    _, run = prune_views(model, "strided", ratio=0.7, stages=[0], preset="strided").with_record(images)
+    on_grid = torch.cat([torch.zeros(3, dtype=torch.bool), strided_grid(4, 4, 0.7).flatten()]).repeat(3)
+    record = run.records[0]
+    assert not on_grid[record.removed].any() and on_grid[record.partner].all()
+
+
+def test_rules_are_compared_at_equal_token_counts(model, images):
+    runs = [
+        prune_views(model, score, ratio=0.6, stages=[1], preset=preset).run(images).tokens
+        for score, preset in (("norm", "best"), ("random", "best"), ("strided", "strided"))
+    ]
+    assert runs[0] == runs[1] == runs[2] == (57, 57, 28, 28)
+
+
+def test_what_cannot_be_done_is_refused(model, images):
+    with pytest.raises(PullbackError, match="no class token, which 'evit' is about"):
+        prune_views(model, "evit", ratio=0.5, stages=[0])
+    with pytest.raises(PullbackError, match="scope: expected one of global, view"):
+        prune_views(model, "norm", ratio=0.5, stages=[0], scope="frame")
+    with pytest.raises(PullbackError, match="preset: expected one of best, strided, drop"):
+        prune_views(model, "norm", ratio=0.5, stages=[0], preset="tome")
+    with pytest.raises(PullbackError, match="expected one, or one for each of the 2 stages"):
+        prune_views(model, ["norm"] * 3, ratio=0.5, stages=[0, 1])
+    with pytest.raises(PullbackError, match="expected blocks from 0 to 2"):
+        prune_views(model, "norm", ratio=0.5, stages=[3])
+    with pytest.raises(ModelError, match="expected a VGGT, got Linear"):
+        PrunedVGGT(torch.nn.Linear(2, 2), view_plan("best", 0.5, [0], scope="global", depth=4), ["norm"], "global")
+    with pytest.raises(PullbackError, match="expected one number per token"):
+        prune_views(model, lambda tokens, context: tokens, ratio=0.5, stages=[0])(images)
