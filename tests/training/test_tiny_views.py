@@ -73,7 +73,7 @@ def test_the_same_seed_gives_the_same_weights_and_another_seed_others(tmp_path):
 
 def test_a_checkpoint_of_another_recipe_is_refused(tmp_path):
     Run(TOY, tmp_path, CPU).save()
-    with pytest.raises(PullbackError, match=r"another recipe \(views, learning_rate differ"):
+    with pytest.raises(PullbackError, match=r"another recipe \(learning_rate, views differ"):
         Run(replace(TOY, views=(2, 4), learning_rate=1.0), tmp_path, CPU)
 
 

@@ -115,7 +115,8 @@ def run_ablation(
     shared = {
         "train": fingerprint(train.read(modes=False), train.config),
         "held_out": fingerprint(held_out.read(modes=False), held_out.config),
-        **{key: train.config[key] for key in ("model", "weights", "decoder", "layer", "rank", "size", "crops")},
+        "model": Path(train.config["model"]).name,  # without the folders of this machine; the hash says which weights
+        **{key: train.config[key] for key in ("weights", "decoder", "layer", "rank", "size", "crops")},
         "pullback": train.config["pullback"],
     }
     path = None if out is None else Path(out)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from pullback.data.augment import CROPS, Variation, varied
-from pullback.errors import PullbackError
 from pullback.geometry.block_norms import block_norms
+from pullback.learning.current_block import CurrentBlock
 from pullback.learning.fit import Losses, Network, Share
 from pullback.learning.fit_head import HeadExamples, HeadTask, head_scores
 from pullback.learning.quick_importance import quick_importance
@@ -87,18 +87,16 @@ class FreshHeadTask:
     held_out: HeadExamples
     steps_per_block: int
     rank_weight: float = 0.5
-    _current: tuple[int, HeadTask] | None = field(default=None, init=False, repr=False)
+    _current: CurrentBlock[HeadTask] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.steps_per_block < 1:
-            raise PullbackError(f"steps_per_block: expected at least 1, got {self.steps_per_block}.")
+        self._current = CurrentBlock(self._task, self.steps_per_block)
+
+    def _task(self, number: int) -> HeadTask:
+        return HeadTask([self.blocks(number)], self.held_out, self.rank_weight)
 
     def loss(self, network: Network, step: int, share: Share, generator: torch.Generator) -> Losses:
-        number = step // self.steps_per_block
-        if self._current is None or self._current[0] != number:
-            self._current = None  # its memory is needed
-            self._current = number, HeadTask([self.blocks(number)], self.held_out, self.rank_weight)
-        return self._current[1].loss(network, step, share, generator)
+        return self._current.at(step).loss(network, step, share, generator)
 
     def validate(self, network: Network) -> Mapping[str, float]:
         return head_scores(network, self.held_out)

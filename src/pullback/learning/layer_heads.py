@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from pullback.data.augment import STRONG, Variation, varied
 from pullback.errors import PullbackError
+from pullback.learning.current_block import CurrentBlock
 from pullback.learning.fit import Losses, Network, Share
 from pullback.learning.fit_head import HeadExamples, head_scores
 from pullback.learning.head import ImportanceHead
@@ -188,18 +189,13 @@ class GroupTask:
     group: HeadGroup
     steps_per_block: int
     hint_weight: float = 0.3
-    _current: tuple[int, LayerBlock] | None = field(default=None, init=False, repr=False)
+    _current: CurrentBlock[LayerBlock] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.steps_per_block < 1:
-            raise PullbackError(f"steps_per_block: expected at least 1, got {self.steps_per_block}.")
+        self._current = CurrentBlock(self.blocks, self.steps_per_block)
 
     def loss(self, network: Network, step: int, share: Share, generator: torch.Generator) -> Losses:
-        number = step // self.steps_per_block
-        if self._current is None or self._current[0] != number:
-            self._current = None  # its memory is needed
-            self._current = number, self.blocks(number)
-        block = self._current[1]
+        block = self._current.at(step)
         rows = share.of(torch.randint(block.hints.shape[0], (share.batch,), generator=generator))
         rows = rows.to(block.features.device)
         found = network(block.features[:, rows].float())

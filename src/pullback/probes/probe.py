@@ -12,9 +12,10 @@ from torch import Tensor
 from pullback.backbones import Backbone, LinearizedBlock
 from pullback.data.images import ImageBatch, ImageSource, PixelFormat, read_images
 from pullback.decoders import Decoder, OutputMetric, TaskDistance, factor_at
-from pullback.errors import DecoderError, ShapeError
+from pullback.errors import ShapeError
 from pullback.layout import TokenLayout
 from pullback.probes.features import Features
+from pullback.probes.following import following_layers
 from pullback.probes.linearization import DecoderTail, ProbeLinearization, Tap
 
 # images per forward pass when features are computed
@@ -73,17 +74,11 @@ class ProbeMap(WithImages):
         self.backbone.check_layer(self.layer)
         for layer in self.decoder.layers:
             self.backbone.check_layer(layer)
-        if not self._following:
-            raise DecoderError(
-                f"layer: nothing that decoder {self.decoder.name!r} reads (layers {list(self.decoder.layers)}) follows "
-                f"a change at layer {self.layer}. Probe a lower layer"
-                + (", or set read_probe_layer=True." if self.layer in self.decoder.layers else ".")
-            )
+        following_layers(self.decoder, self.layer, self.read_probe_layer)
 
     @cached_property
     def _following(self) -> tuple[int, ...]:
-        first = self.layer if self.read_probe_layer else self.layer + 1
-        return tuple(sorted({layer for layer in self.decoder.layers if layer >= first}))
+        return following_layers(self.decoder, self.layer, self.read_probe_layer)
 
     @property
     def name(self) -> str:

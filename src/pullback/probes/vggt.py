@@ -20,9 +20,10 @@ from pullback.data.images import ImageSource, PixelFormat
 from pullback.data.vggt_images import load_views
 from pullback.decoders import Decoder, OutputMetric, TaskDistance, task_distance
 from pullback.decoders.scene import build_scene_decoder
-from pullback.errors import DecoderError, PullbackError, ShapeError
+from pullback.errors import PullbackError, ShapeError
 from pullback.layout import TokenLayout
 from pullback.probes.features import Features
+from pullback.probes.following import following_layers
 from pullback.probes.vggt_linearization import SceneLinearization, tangent_cost
 
 FEATURE_VIEWS = 32
@@ -118,17 +119,11 @@ class SceneProbe(OfScenes):
         self.backbone.check_layer(self.layer)
         for layer in self.decoder.layers:
             self.backbone.check_layer(layer)
-        if not self._following:
-            raise DecoderError(
-                f"layer: nothing that decoder {self.decoder.name!r} reads (layers {list(self.decoder.layers)}) follows "
-                f"a change at layer {self.layer}. Probe a lower layer"
-                + (", or set read_probe_layer=True." if self.layer in self.decoder.layers else ".")
-            )
+        following_layers(self.decoder, self.layer, self.read_probe_layer)
 
     @cached_property
     def _following(self) -> tuple[int, ...]:
-        first = self.layer if self.read_probe_layer else self.layer + 1
-        return tuple(sorted({layer for layer in self.decoder.layers if layer >= first}))
+        return following_layers(self.decoder, self.layer, self.read_probe_layer)
 
     @cached_property
     def _held(self) -> tuple[int, ...]:

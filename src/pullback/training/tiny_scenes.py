@@ -28,14 +28,13 @@ from pullback.backbones.checkpoint import write_network
 from pullback.data.scenes import CLASSES, SceneBatch, normalised, render
 from pullback.errors import PullbackError
 from pullback.models.tiny_scenes import TinyScenes, TinyScenesConfig
+from pullback.training.block_schedule import BlockSchedule
 from pullback.training.evaluate_tiny_scenes import HELD_OUT as HELD_OUT
 from pullback.training.evaluate_tiny_scenes import evaluate
 
-SEEDS_PER_RUN = 1 << 30  # scenes that a run may see, so that runs with other seeds see others
-
 
 @dataclass(frozen=True)
-class Recipe:
+class Recipe(BlockSchedule):
     """What decides the weights. Stored in every checkpoint; another recipe does not continue it."""
 
     steps: int = 3_696
@@ -57,35 +56,6 @@ class Recipe:
     hooks: tuple[int, ...] = (2, 5, 8, 11)
     channels: int = 64
 
-    def __post_init__(self) -> None:
-        if self.block % self.batch:
-            raise PullbackError(f"block={self.block}: expected a multiple of batch={self.batch}.")
-        drawn = (self._block_of(max(0, self.steps - 1)) + 1) * self.block
-        if not 0 <= self.seed < HELD_OUT // SEEDS_PER_RUN or drawn > SEEDS_PER_RUN:
-            raise PullbackError(
-                f"seed={self.seed}, steps={self.steps}, batch={self.batch}: expected a seed from 0 to "
-                f"{HELD_OUT // SEEDS_PER_RUN - 1} and at most {SEEDS_PER_RUN} scenes, so that no held-out scene is "
-                "seen."
-            )
-
-    def scenes(self, step: int) -> range:
-        """The seeds of the block that this step draws from."""
-        first = self.seed * SEEDS_PER_RUN + self._block_of(step) * self.block
-        return range(first, first + self.block)
-
-    def rows(self, step: int) -> Tensor:
-        """Which scenes of its block [batch] a step sees: every pass has an order of its own."""
-        turn, within = divmod(step * self.batch, self.block)
-        order = torch.randperm(self.block, generator=self.generator(turn))
-        return order[within : within + self.batch]
-
-    def generator(self, number: int) -> torch.Generator:
-        """Of this recipe's seed and a number of its own. A generator on the CPU reads the lowest 32 bits alone."""
-        return torch.Generator().manual_seed((number + 0x9E3779B9 * self.seed) % (1 << 32))
-
-    def _block_of(self, step: int) -> int:
-        return step * self.batch // (self.block * self.passes)
-
     def model(self) -> TinyScenesConfig:
         return TinyScenesConfig(
             width=self.width,
@@ -96,13 +66,6 @@ class Recipe:
             image_size=self.size,
             classes=len(CLASSES),
         )
-
-    def rate(self, step: int) -> float:
-        """Linear warm-up, then half a cosine to zero."""
-        if step < self.warmup:
-            return self.learning_rate * (step + 1) / self.warmup
-        progress = (step - self.warmup) / max(1, self.steps - self.warmup)
-        return self.learning_rate * 0.5 * (1 + math.cos(math.pi * progress))
 
 
 def build(recipe: Recipe) -> TinyScenes:

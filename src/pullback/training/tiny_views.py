@@ -29,19 +29,18 @@ from pullback.backbones.vggt_checkpoint import VGGT
 from pullback.data.scenes import render
 from pullback.errors import PullbackError
 from pullback.models.vggt import VGGTConfig
+from pullback.training.block_schedule import BlockSchedule
 from pullback.training.checkpoint_parts import read_parts, write_parts
-from pullback.training.evaluate_tiny_scenes import HELD_OUT
 from pullback.training.evaluate_tiny_views import evaluate
 from pullback.training.measurement import rounded
 from pullback.training.tiny_views_examples import Views, draw_views
 from pullback.training.tiny_views_losses import losses
 
-SEEDS_PER_RUN = 1 << 30  # scenes that a run may see, so that runs with other seeds see others
 TYPICAL_FOV = 1.03  # radians, the middle of the training ranges
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Recipe(BlockSchedule):
     """What decides the weights. Stored in every checkpoint; another recipe does not continue it.
 
     Cameras are learnt late: for a while their loss stays at that of a blind guess, until tokens of different views find
@@ -75,35 +74,9 @@ class Recipe:
     channels: tuple[int, ...] = (32, 48, 64, 64)
 
     def __post_init__(self) -> None:
-        if self.block % self.batch:
-            raise PullbackError(f"block={self.block}: expected a multiple of batch={self.batch}.")
+        super().__post_init__()
         if len(self.views) != 2 or not 2 <= self.views[0] <= self.views[1]:
             raise PullbackError(f"views={self.views}: expected (fewest, most), at least 2, such as (2, 6).")
-        drawn = (self._block_of(max(0, self.steps - 1)) + 1) * self.block
-        if not 0 <= self.seed < HELD_OUT // SEEDS_PER_RUN or drawn > SEEDS_PER_RUN:
-            raise PullbackError(
-                f"seed={self.seed}, steps={self.steps}, batch={self.batch}: expected a seed from 0 to "
-                f"{HELD_OUT // SEEDS_PER_RUN - 1} and at most {SEEDS_PER_RUN} scenes, so that no held-out scene is "
-                "seen."
-            )
-
-    def scenes(self, step: int) -> range:
-        """The seeds of the block that this step draws from."""
-        first = self.seed * SEEDS_PER_RUN + self._block_of(step) * self.block
-        return range(first, first + self.block)
-
-    def rows(self, step: int) -> Tensor:
-        """Which scenes of its block [batch] a step sees: every pass has an order of its own."""
-        turn, within = divmod(step * self.batch, self.block)
-        order = torch.randperm(self.block, generator=self.generator(turn))
-        return order[within : within + self.batch]
-
-    def generator(self, number: int) -> torch.Generator:
-        """Of this recipe's seed and a number of its own. A generator on the CPU reads the lowest 32 bits alone."""
-        return torch.Generator().manual_seed((number + 0x9E3779B9 * self.seed) % (1 << 32))
-
-    def _block_of(self, step: int) -> int:
-        return step * self.batch // (self.block * self.passes)
 
     def model(self) -> VGGTConfig:
         """The dense heads read the end of each quarter of the layers."""
@@ -122,13 +95,6 @@ class Recipe:
             dpt_out_channels=self.channels,
             hook_layers=tuple(max(1, self.layers * quarter // 4) - 1 for quarter in (1, 2, 3, 4)),
         )
-
-    def rate(self, step: int) -> float:
-        """Linear warm-up, then half a cosine to zero."""
-        if step < self.warmup:
-            return self.learning_rate * (step + 1) / self.warmup
-        progress = (step - self.warmup) / max(1, self.steps - self.warmup)
-        return self.learning_rate * 0.5 * (1 + math.cos(math.pi * progress))
 
 
 def build(recipe: Recipe) -> VGGT:
