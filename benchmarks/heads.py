@@ -140,12 +140,13 @@ def judges(
     """Held-out images with their exact importance, and their block norms."""
     images = probe.load_images(folder, size)
     with torch.no_grad():
-        features = torch.cat([probe.features(part).as_subclass(torch.Tensor) for part in images.split(32)])
-    parts = [targets_of(probe, part, 20, method, precision=precision) for part in features.split(32)]
+        features = [probe.features(part) for part in images.split(32)]
+    parts = [targets_of(probe, part, 20, method, precision=precision) for part in features]
     importance = torch.cat([part.importance for part in parts]).float()
     norms = torch.cat([part.block_energy.value.clamp_min(0).sqrt() for part in parts]).float()
     prefix = probe.backbone.token_layout(images[:1]).prefix
-    return HeadExamples.kept(features, importance, prefix), norms
+    plain = torch.cat([part.as_subclass(torch.Tensor) for part in features])
+    return HeadExamples.kept(plain, importance, prefix), norms
 
 
 def cost(probe: AnyProbe, head: ImportanceHead, size: int, device: str, batch: int = 64) -> dict[str, float]:

@@ -95,15 +95,17 @@ def block_norms_of_layers(
     backbone, decoder = probe.backbone, probe.decoder
     layout = backbone.token_layout(images)
     rope, top = backbone.rope(layout), backbone.depth - 1
-    if not layers or list(layers) != sorted(set(layers)) or layers[0] > min(decoder.layers):
+    if not layers or list(layers) != sorted(set(layers)) or layers[-1] > max(decoder.layers):
         raise PullbackError(
-            f"layers: expected different layers in ascending order, the first not above those that the decoder reads "
-            f"({list(decoder.layers)}), got {list(layers)}."
+            f"layers: expected different layers in ascending order, none above the last that the decoder reads "
+            f"({max(decoder.layers)}), got {list(layers)}."
         )
     with torch.autocast(images.device.type, torch.bfloat16, enabled=images.is_cuda):
         with torch.no_grad():
-            first = backbone.features(images, [layers[0]])[layers[0]].float()
-        states = {layers[0]: first.requires_grad_()}
+            # what the decoder reads below the first layer does not depend on it
+            below = [layer for layer in decoder.layers if layer < layers[0]]
+            states = {layer: tokens.float() for layer, tokens in backbone.features(images, [*below, layers[0]]).items()}
+        first = states[layers[0]].requires_grad_()
         with torch.enable_grad():
             for layer in range(layers[0] + 1, top + 1):
                 states[layer] = backbone.blocks[layer](states[layer - 1], rope)
