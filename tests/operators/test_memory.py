@@ -11,6 +11,7 @@ ERRORS = {
     "cuda": torch.OutOfMemoryError("CUDA out of memory."),
     "cpu": RuntimeError("[enforce fail] DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes."),
     "python": MemoryError(),
+    "kernel": RuntimeError("CUDA error: invalid argument\nSearch for `cudaErrorInvalidValue' in https://docs..."),
 }
 
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from pullback.randnla.orthonormal import orthonormalize
+from pullback.randnla.orthonormal import orthonormalize, qr_basis
 
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-6}
 
@@ -43,3 +43,16 @@ def test_dependent_columns_come_back_as_exact_zeros(blocks):
     assert alive.sum(-1).tolist() == [5, 0, 5]
     torch.testing.assert_close(basis @ (basis.mT @ block), block)
     assert not orthonormalize(block, orthonormalize(blocks[0])).any()
+
+
+@pytest.mark.parametrize("dependence", [1.0, 1e-4, 1e-9, 0.0])
+def test_the_basis_of_a_qr_keeps_the_order_however_dependent_the_columns_are(dependence):
+    columns = torch.randn(2, 200, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    columns[..., 3] = columns[..., 0] + dependence * columns[..., 3]
+    columns[..., 4] *= 1e-6
+    basis = qr_basis(columns)
+    torch.testing.assert_close(basis.mT @ basis, torch.eye(6, dtype=basis.dtype).expand(2, -1, -1), rtol=0, atol=1e-12)
+    upper = basis.mT @ columns
+    lengths = torch.linalg.vector_norm(columns, dim=1)
+    assert (upper.tril(-1).abs() <= 1e-12 * lengths[:, None]).all(), "the first j span what the first j did"
+    assert (upper.diagonal(dim1=1, dim2=2) >= -1e-12 * lengths).all()

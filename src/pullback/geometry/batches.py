@@ -13,7 +13,7 @@ from torch import Tensor
 from pullback.errors import PullbackError
 from pullback.layout import TokenLayout
 from pullback.operators import JacobianOperator, check_sensitive
-from pullback.operators.memory import free_bytes, is_out_of_memory
+from pullback.operators.memory import free_bytes, is_too_large
 from pullback.randnla import Sketch, Streams, sketch
 
 # On a CPU a few samples already fill the cores; on a GPU more of them hide the launches.
@@ -91,7 +91,7 @@ def in_batches(work: Callable[[Tensor, int], _Result], features: Tensor, size: i
         try:
             result = work(part, first)
         except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error) or len(part) == 1:
+            if not is_too_large(error) or len(part) == 1:
                 raise
         if result is None:  # only here, after the except clause, has its traceback let go of the tensors
             size = max(1, len(part) // 2)

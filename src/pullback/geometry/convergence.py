@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pullback.operators import LinearOperator
 from pullback.randnla import Streams
+from pullback.randnla.orthonormal import qr_basis
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ def convergence_table(
     Costs (max q + 1) r pairs and one JVP per sample.
     """
     wanted = {0, *(q + 1 for q in paper_q)}
-    columns = torch.linalg.qr(streams.gaussian(op.cols, reference.shape[-1], op.dtype)).Q
+    columns = qr_basis(streams.gaussian(op.cols, reference.shape[-1], op.dtype))
     rows = []
     for rounds in range(max(wanted) + 1):
         last = rounds == max(wanted)
@@ -49,7 +50,7 @@ def convergence_table(
             signal = image[..., 0].double().square().sum(1) * op.cols / total
             rows.append(ConvergenceRow(rounds, rounds - 1 if rounds else None, 1 - overlap.double(), signal))
         if not last:
-            columns = torch.linalg.qr(op.T @ image).Q
+            columns = qr_basis(op.T @ image)
     return tuple(rows)
 
 

@@ -1,15 +1,14 @@
 """The leading modes of a dense J without the rest of its spectrum: what targets need, and nothing slow on a GPU.
 
 A symmetric eigenproblem of 768 x 768 takes an H200 8 ms, the 768 products behind it 3 ms, and all but r of its vectors
-are thrown away. Orthogonal iteration on G = J J^T needs small matrix products, and eigenproblems of 32 x 32, which
-GPUs solve by the batch:
+are thrown away. Orthogonal iteration on G = J J^T needs matrix products, and eigenproblems of 32 x 32, which GPUs solve
+by the batch:
 
-    Y <- orth(G G Y), Y [p, 32];   Y^T G Y = Z diag(theta) Z^T,   U = Y Z
+    Y <- orth(G^k Y), Y [p, 32];   Y^T G Y = Z diag(theta) Z^T,   Y <- Y Z
 
-until |G u_j - theta_j u_j| <= tol theta_j for all j <= r.
-
-A round takes some 20 us an image, so a flat spectrum (sigma_33^2 = 0.96 sigma_20^2: a hundred rounds) is affordable.
-Samples that do not get there, or have fewer than 32 directions, are left to `torch.linalg.eigh`.
+until |G y_j - theta_j y_j| <= tol theta_j for all j <= r. The power k = 2, 4, 8, ... comes from squaring G, and is the
+highest for which (theta_1 / theta_r)^k leaves the r-th direction above rounding: flat spectra, which need many rounds,
+allow high powers. Samples that do not get there, or have fewer than 32 directions, are left to `torch.linalg.eigh`.
 """
 
 from __future__ import annotations
@@ -23,7 +22,8 @@ from pullback.randnla import Svd
 from pullback.randnla.svd import check_rank
 
 _COLUMNS, _SPARE = 32, 4
-_ROUNDS, _BETWEEN_CHECKS = 200, 5
+_CHECKS, _BETWEEN_CHECKS, _SQUARINGS = 40, 3, 5
+_SPREAD = 1e6  # of the r leading eigenvalues of G^k
 
 
 def exact_modes(op: LinearOperator, rank: int, *, precision: str = "float32", chunk: int = 8192) -> Svd:
@@ -81,30 +81,44 @@ def _iterate(matrices: Tensor, rank: int, tol: float) -> tuple[Tensor, Tensor, T
     trace = matrices.diagonal(dim1=1, dim2=2).sum(1).clamp_min(torch.finfo(torch.float64).tiny)
     scaled = matrices / trace[:, None, None]
     start = torch.randn(size, _COLUMNS, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    columns = _orthonormal(scaled @ start.to(matrices.device).expand(batch, -1, -1))
-    for done in range(_BETWEEN_CHECKS, _ROUNDS + 1, _BETWEEN_CHECKS):
+    columns, power = start.to(matrices.device).expand(batch, -1, -1), scaled
+    for done in range(_CHECKS):
         for _ in range(_BETWEEN_CHECKS):
-            # twice only when the columns are nearly eigenvectors: before, G G would leave them dependent
-            columns = _orthonormal(scaled @ (columns if done == _BETWEEN_CHECKS else scaled @ columns))
+            columns = _orthonormal(power @ columns)
         image = scaled @ columns
         theta, turned = torch.linalg.eigh(torch.nan_to_num(columns.mT @ image))
-        theta, turned = theta.flip(-1)[:, :rank], turned.flip(-1)[..., :rank]
-        vectors = columns @ turned
-        missed = torch.linalg.vector_norm(image @ turned - theta[:, None, :] * vectors, dim=1)
-        converged = (missed <= tol * theta).all(-1)  # False for NaN
+        theta, turned = theta.flip(-1), turned.flip(-1)
+        columns, image = columns @ turned, image @ turned  # nearly eigenvectors: a high power keeps them independent
+        missed = torch.linalg.vector_norm(image - theta[:, None] * columns, dim=1)[:, :rank]
+        converged = (missed <= tol * theta[:, :rank]).all(-1)  # False for NaN
         if (converged | columns.isnan().any(1).any(1)).all():  # NaN: fewer directions than columns
             break
-    values = torch.einsum("bpr,bpq,bqr->br", vectors, matrices, vectors)
+        if done == 0:
+            power = _high_power(scaled, float((theta[:, 0] / theta[:, rank - 1]).nan_to_num(1.0).max()))
+    vectors = columns[..., :rank]
+    values = (vectors * (matrices @ vectors)).sum(1)
     return values, vectors, converged
 
 
+def _high_power(matrices: Tensor, ratio: float) -> Tensor:
+    """G^k, scaled, with the highest k = 2^s for which ratio^k stays below `_SPREAD`."""
+    for squarings in range(_SQUARINGS):
+        if squarings and ratio ** 2 ** (squarings + 1) > _SPREAD:
+            break
+        matrices = matrices @ matrices
+        matrices = matrices / matrices.diagonal(dim1=1, dim2=2).sum(1)[:, None, None].clamp_min(1e-300)
+    return matrices
+
+
 def _orthonormal(columns: Tensor) -> Tensor:
-    """Cholesky QR twice; NaN where the columns are dependent. QR proper is slow for batches on a GPU."""
+    """Cholesky QR twice; NaN where the columns are dependent. QR proper is slow for batches on a GPU, and so is a
+    triangular solve with long columns: the small factor is inverted instead."""
     columns = columns / torch.linalg.vector_norm(columns, dim=1, keepdim=True)
+    one = torch.eye(columns.shape[2], dtype=columns.dtype, device=columns.device)
     for _ in range(2):
         factor, failed = torch.linalg.cholesky_ex(columns.mT @ columns)
-        columns = torch.linalg.solve_triangular(factor.mT, columns, upper=True, left=False)
-        columns = torch.where((failed == 0)[:, None, None], columns, torch.nan)
+        inverse = torch.linalg.solve_triangular(factor, one.expand_as(factor), upper=False)
+        columns = torch.where((failed == 0)[:, None, None], columns @ inverse.mT, torch.nan)
     return columns
 
 

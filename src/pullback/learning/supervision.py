@@ -16,9 +16,10 @@ from torch import Tensor
 from pullback.errors import PullbackError
 from pullback.geometry.batches import Probe
 from pullback.geometry.spectrum import as_token_maps
+from pullback.learning.exact_modes import exact_modes
 from pullback.learning.losses import alignment, direction_loss, distance_loss, energy_loss, subspace_loss
 from pullback.operators import JacobianOperator, LinearOperator, LowRankMetric, check_sensitive
-from pullback.randnla import Streams, Svd, exact_svd, power_iteration
+from pullback.randnla import Streams, Svd, power_iteration
 from pullback.randnla.trace import draw_probes, energy, tail_energies
 
 Supervised = tuple[Tensor, Mapping[str, float]]
@@ -67,7 +68,10 @@ class Spectral:
     def __call__(self, metric: LowRankMetric, features: Tensor, streams: Streams) -> Supervised:
         operator = JacobianOperator(self.probe, features, precision=self.precision)
         return _spectral_loss(
-            metric, exact_svd(operator, metric.modes.shape[1]), features.shape[1:], self.energy_weight
+            metric,
+            exact_modes(operator, metric.modes.shape[1], precision=self.precision),
+            features.shape[1:],
+            self.energy_weight,
         )
 
 

@@ -33,8 +33,16 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
+def is_too_large(error: BaseException) -> bool:
+    """Out of memory, or so large that a CUDA kernel cannot count its elements and refuses to start."""
+    refused = ("CUDA error: invalid argument", "CUDA error: invalid configuration argument", "canUse32BitIndexMath")
+    return is_out_of_memory(error) or (
+        isinstance(error, RuntimeError) and any(words in str(error) for words in refused)
+    )
+
+
 def apply_in_chunks(function: Callable[[Tensor], Tensor], stack: Tensor, chunk_size: int) -> tuple[Tensor, int]:
-    """function on [B, K, ...] in slices of K, halving the slice on out-of-memory; also the slice size that worked.
+    """function on [B, K, ...] in slices of K, halving the slice when it was too large; also the slice size that worked.
 
     What was computed before memory ran out is kept.
     """
@@ -47,7 +55,7 @@ def apply_in_chunks(function: Callable[[Tensor], Tensor], stack: Tensor, chunk_s
             done.append(function(stack[:, start:stop].contiguous()))
             start = stop
         except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error) or stop - start == 1:
+            if not is_too_large(error) or stop - start == 1:
                 raise
             chunk_size = max(1, (stop - start) // 2)
             if stack.device.type == "cuda":

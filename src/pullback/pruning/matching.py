@@ -84,10 +84,19 @@ def rows(x: Tensor, index: Tensor) -> Tensor:
 def lowest(scores: Tensor, count: int, prefix: int) -> tuple[Tensor, Tensor]:
     """(kept [B, N - count] ascending, removed [B, count]): the patches with the lowest scores [B, N] go."""
     place = torch.arange(scores.shape[1], device=scores.device)
-    # topk of all is a sort that ONNX knows
-    order = torch.where(place < prefix, torch.inf, scores.float()).topk(scores.shape[1], dim=1).indices
+    order = _descending(torch.where(place < prefix, torch.inf, scores.float()))
     split = scores.shape[1] - count
     return order[:, :split].sort(dim=1).values, order[:, split:]
+
+
+def ranks(scores: Tensor) -> Tensor:
+    """[B, N] -> [B, N]: 0 for the highest; equal ones in some order, so that no two have the same."""
+    places = torch.arange(scores.shape[1], device=scores.device).expand_as(scores)
+    return torch.zeros_like(places).scatter(1, _descending(scores.float()), places)
+
+
+def _descending(scores: Tensor) -> Tensor:
+    return scores.topk(scores.shape[1], dim=1).indices  # a sort that ONNX knows
 
 
 def artifacts(tokens: Tensor, prefix: int, deviations: float = 4.0) -> Tensor:
@@ -108,8 +117,9 @@ def _median(values: Tensor) -> Tensor:
 
 def cosines(tokens: Tensor) -> Tensor:
     """[B, N, D] -> the cosine of every pair [B, N, M]; columns from N on are padding."""
-    unit = F.normalize(tokens, dim=-1)
-    return unit @ F.pad(unit, (0, 0, 0, -tokens.shape[1] % ALIGNED)).mT
+    count = tokens.shape[1]
+    unit = F.pad(F.normalize(tokens, dim=-1), (0, 0, 0, -count % ALIGNED))
+    return unit[:, :count] @ unit.mT
 
 
 def most_similar(cosine: Tensor, among: Tensor) -> tuple[Tensor, Tensor]:
@@ -122,7 +132,9 @@ def most_similar(cosine: Tensor, among: Tensor) -> tuple[Tensor, Tensor]:
 def residuals(tokens: Tensor, scores: Tensor, allowed: Tensor, cosine: Tensor) -> Tensor:
     """[B, N]: |F_t - F_u| to the most similar allowed token u with a higher score, which is likely to be kept; at most
     the token's own length, which is what dropping it takes away."""
-    best, partner = most_similar(cosine, allowed[:, None] & (scores[:, None] > scores[..., None]))
+    # A compiler would work scores out anew for each of N^2 comparisons; ranks it has to have before.
+    place = ranks(scores)
+    best, partner = most_similar(cosine, allowed[:, None] & (place[:, None] < place[..., None]))
     own = tokens.float().norm(dim=-1)
     away = (tokens - rows(tokens, partner.clamp_max(tokens.shape[1] - 1))).float().norm(dim=-1)
     return torch.where(best > NOBODY, torch.minimum(away, own), own)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pullback.pruning.matching import ALIGNED, NOBODY, artifacts, lowest, most_similar, rows
+from pullback.pruning.matching import ALIGNED, NOBODY, artifacts, lowest, most_similar, ranks, rows
 from pullback.pruning.plan import PrunePlan
 
 CHUNK_NUMBERS = 1 << 27  # cosines that exist at a time
@@ -93,25 +93,24 @@ def group_tokens(
 
 def residuals(tokens: Tensor, scores: Tensor, allowed: Tensor) -> Tensor:
     """[B, N]: |F_t - F_u| to the most similar allowed token u with a higher score, which is likely to be kept; at most
-    the token's own length. Of tokens with equal scores the first in the sequence counts as higher."""
+    the token's own length."""
     places = torch.arange(tokens.shape[1], device=tokens.device).expand(len(tokens), -1)
-    ranks = torch.zeros_like(places).scatter(1, scores.argsort(dim=1, descending=True, stable=True), places)
-    best, partner = nearest(tokens, places, allowed, ranks)
+    best, partner = nearest(tokens, places, allowed, ranks(scores))
     own = tokens.float().norm(dim=-1)
     away = (tokens - rows(tokens, partner)).float().norm(dim=-1)
     return torch.where(best > NOBODY, torch.minimum(away, own), own)
 
 
-def nearest(tokens: Tensor, asking: Tensor, allowed: Tensor, ranks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def nearest(tokens: Tensor, asking: Tensor, allowed: Tensor, place: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """For each token ``asking`` [B, n], the highest cosine to an ``allowed`` one [B, N] bool, and its index, [B, n];
-    with ``ranks`` [B, N] only to those ranked before it. Below `NOBODY` where there is none."""
+    with ``place`` [B, N], of `ranks`, only to those before it. Below `NOBODY` where there is none."""
     unit = F.normalize(tokens, dim=-1)
     columns = F.pad(unit, (0, 0, 0, -unit.shape[1] % ALIGNED)).mT
     found: list[tuple[Tensor, Tensor]] = []
     for some in _chunks(asking, columns.shape[-1]):
         among = allowed[:, None]
-        if ranks is not None:
-            among = among & (ranks[:, None] < rows(ranks, some)[..., None])
+        if place is not None:
+            among = among & (place[:, None] < rows(place, some)[..., None])
         found.append(most_similar(rows(unit, some) @ columns, among))
     best, index = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
     return best, index.clamp_max(tokens.shape[1] - 1)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+_SHORTEST = 1e-7  # what is left of a unit column after those before it, for which a float64 Gram matrix still speaks
+
 
 def orthonormalize(columns: Tensor, against: Tensor | None = None, *, threshold: float | None = None) -> Tensor:
     """An orthonormal basis of the part of columns [B, n, b] outside span(against), against [B, n, K] orthonormal.
@@ -26,6 +28,29 @@ def orthonormalize(columns: Tensor, against: Tensor | None = None, *, threshold:
     kept = after > threshold * before
     columns = _svqb(columns * kept[:, None, :], threshold * before / torch.where(kept, after, 1.0))
     return _svqb(_project_out(columns, against), torch.full_like(before, threshold))
+
+
+def qr_basis(columns: Tensor) -> Tensor:
+    """The Q of a QR of columns [B, n, b] with a positive diagonal of R, in order: the first j span what the first j of
+    ``columns`` do. Q = X R^-1 with X^T X = R^T R, twice for its last digits; by Householder reflections where columns
+    depend on each other too much for that.
+    """
+    basis, whole = columns.double(), True
+    for _ in range(2):
+        lengths = torch.linalg.vector_norm(basis, dim=1, keepdim=True)
+        basis = basis / torch.where(lengths > 0, lengths, 1.0)
+        lower, failed = torch.linalg.cholesky_ex(basis.mT @ basis)
+        # an entry that is all rounding: the Gram matrix cannot tell this direction from those before it
+        whole = whole & (failed == 0).all() & (lower.diagonal(dim1=1, dim2=2) > _SHORTEST).all()
+        eye = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device)
+        basis = basis @ torch.linalg.solve_triangular(lower, eye.expand_as(lower), upper=False).mT
+    return basis.to(columns.dtype) if bool(whole) else _householder(columns)
+
+
+def _householder(columns: Tensor) -> Tensor:
+    basis, upper = torch.linalg.qr(columns)
+    signs = upper.diagonal(dim1=1, dim2=2).sign()
+    return basis * torch.where(signs == 0, 1.0, signs)[:, None, :]
 
 
 def gram(left: Tensor, right: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from pullback.errors import PullbackError, RankError
 from pullback.operators.base import LinearOperator, ProductCount
 from pullback.randnla.krylov import KrylovSpace, grow_until, truncation_error
-from pullback.randnla.orthonormal import gram
+from pullback.randnla.orthonormal import gram, qr_basis
 from pullback.randnla.sampling import Streams
 
 
@@ -62,11 +62,11 @@ def power_iteration(
     omega = streams.gaussian(op.cols, width, op.dtype)
     history: list[Tensor] = []  # the energies that each round's columns had, which its products give for free
     norms = torch.linalg.vector_norm(omega, dim=1, keepdim=True)
-    omega = omega / norms if power_iters else torch.linalg.qr(omega).Q
+    omega = omega / norms if power_iters else qr_basis(omega)
     for _ in range(power_iters):
         image = op @ omega
         history.append(_column_energies(image, rank, rayleigh_ritz and bool(history)))
-        omega = torch.linalg.qr(op.T @ image).Q
+        omega = qr_basis(op.T @ image)
     right = omega if rayleigh_ritz else omega[..., :rank]
     image = op @ right
     history.append(_column_energies(image, rank, rayleigh_ritz))
