@@ -21,6 +21,7 @@ from PIL import Image
 
 import pullback as pb
 from pullback.data.augment import CROPS, STRONG
+from pullback.data.images import EXTENSIONS
 from pullback.evaluation import spearman
 from pullback.learning.fit import FitConfig, fit
 from pullback.learning.fit_head import HeadExamples, head_scores, rho_summary
@@ -121,7 +122,7 @@ def main() -> None:
 
 def read_pictures(folder: Path, limit: int | None) -> torch.Tensor:
     """[n, 3, 256, 256] uint8: the short side scaled to 256, the middle."""
-    paths = sorted(path for path in folder.iterdir() if path.suffix.lower() in (".jpg", ".jpeg", ".png"))[:limit]
+    paths = sorted(path for path in folder.iterdir() if path.suffix.lower() in EXTENSIONS)[:limit]
     pictures = []
     for path in paths:
         with Image.open(path) as image:

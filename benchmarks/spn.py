@@ -73,13 +73,23 @@ def main() -> None:
         row("best constant subspace", constant, constant),
         row("random init", per_image(untrained, examples), constant),
     ]
+    kappa = examples.singular_values.double().square().sum(1) / examples.total.double()
+    content = {
+        "machine": machine(torch.device(options.device)),
+        "options": {name: str(v) if isinstance(v, Path) else v for name, v in vars(options).items()},
+        "held_out_images": len(examples),
+        "kappa": float(kappa.mean()),
+        "rows": rows,
+    }
+    file = f"spn_{Path(options.model).name}_{options.decoder}_L{options.layer:02d}_{options.device}"
+    print(json.dumps(rows), flush=True)
     for name in options.runs:
         begun = time.perf_counter()
         config = FitConfig(
             steps=options.steps,
             batch=options.batch,
             learning_rate=options.learning_rate,
-            validate_every=max(1, options.steps // 8),
+            validate_every=max(1, options.steps // 4),
             precision="bf16" if options.device == "cuda" else "float32",
             seed=options.seed,
         )
@@ -100,17 +110,8 @@ def main() -> None:
         natural = natural_sensitivity_ratio(network, probe, examples)
         rows.append({**found, "natural_ratio": float(natural.mean()), "seconds": time.perf_counter() - begun})
         print(json.dumps(rows[-1]), flush=True)
-    kappa = examples.singular_values.double().square().sum(1) / examples.total.double()
-    content = {
-        "machine": machine(torch.device(options.device)),
-        "options": {name: str(v) if isinstance(v, Path) else v for name, v in vars(options).items()},
-        "held_out_images": len(examples),
-        "kappa": float(kappa.mean()),
-        "rows": rows,
-    }
-    print(json.dumps(content["rows"], indent=1))
-    name = f"spn_{Path(options.model).name}_{options.decoder}_L{options.layer:02d}_{options.device}"
-    print(f"written: {save(name, content, options.out)}")
+        save(file, content, options.out)
+    print(f"written: {save(file, content, options.out)}")
 
 
 @torch.no_grad()

@@ -103,7 +103,7 @@ def _iterate(matrices: Tensor, rank: int, tol: float) -> tuple[Tensor, Tensor, T
 def _high_power(matrices: Tensor, ratio: float) -> Tensor:
     """G^k, scaled, with the highest k = 2^s for which ratio^k stays below `_SPREAD`."""
     for squarings in range(_SQUARINGS):
-        if squarings and ratio ** 2 ** (squarings + 1) > _SPREAD:
+        if squarings and ratio**2 ** (squarings + 1) > _SPREAD:
             break
         matrices = matrices @ matrices
         matrices = matrices / matrices.diagonal(dim1=1, dim2=2).sum(1)[:, None, None].clamp_min(1e-300)
