@@ -5,7 +5,8 @@
 
 Both sides run as they are, compiled, and on a GPU each of these also captured in a CUDA graph; each side's fastest form
 counts. The arithmetic limit is the ratio of the blocks' operations, 24 n D^2 + 4 n^2 D each with n tokens. "stage" is
-one removal alone (score, selection, matching, moving tokens) in its fastest form.
+one removal alone (score, selection, matching, moving tokens) in its fastest form; "attention" is that of one block on
+the tokens that are left, without and with their sizes.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from measure import machine, milliseconds, random_dinov2, save
 from torch import Tensor, nn
 
 import pullback as pb
+from pullback.backbones.attention import attend
 from pullback.pruning.context import ScoreContext
 from pullback.pruning.run import _after, _whole, decide
 
@@ -102,6 +104,18 @@ class Stage(nn.Module):
         return _after(x, matching, weights, plan).values
 
 
+def attention_ms(model: nn.Module, batch: int, tokens: int, like: Tensor, rounds: int) -> dict[str, float]:
+    """Fused attention of one block on so many tokens, plain and with log sizes."""
+    config: Any = model.config
+    heads, width = config.num_attention_heads, config.hidden_size // config.num_attention_heads
+    q, k, v = (torch.randn(batch, tokens, heads, width).to(like).transpose(1, 2) for _ in range(3))
+    sizes = torch.rand(batch, tokens, device=like.device)
+    runs = {"plain": lambda: attend(q, k, v), "sizes": lambda: attend(q, k, v, sizes)}
+    if like.is_cuda:
+        runs = {name: graphed(lambda _, call=call: call(), like) for name, call in runs.items()}
+    return milliseconds(runs, like.device, rounds)
+
+
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -117,6 +131,7 @@ def main() -> None:
     torch._dynamo.config.recompile_limit = 64  # one wrapper, many models and sizes
     device = torch.device(options.device)
     on_gpu = device.type == "cuda"
+    torch.backends.cudnn.benchmark = on_gpu  # the best convolution for each size, for both sides
     size = options.size or ("base" if on_gpu else "small")
     dtype = torch.bfloat16 if on_gpu else torch.float32
     rounds = options.rounds or (7 if on_gpu else 15)
@@ -161,6 +176,8 @@ def main() -> None:
                 "stage_ms": min(ms for part, ms in own.items() if not part.startswith("score")),
                 "score_ms": min(ms for part, ms in own.items() if part.startswith("score")),
             }
+            left = 1 + round((1 - sum(shares)) * (pixels // model.config.patch_size) ** 2)
+            row["attention_ms"] = attention_ms(model, batch, left, images, rounds)
             row["stage_share"] = row["stage_ms"] / best[name]
             content["cases"].append(row)
             print(
@@ -168,6 +185,7 @@ def main() -> None:
                 f"{best[name]:.2f} ms, first stage {row['stage_ms']:.2f} ms, of it the score {row['score_ms']:.2f}",
                 flush=True,
             )
+            print(f"        attention of one block, ms: {row['attention_ms']}", flush=True)
             save(f"pruning_speed_{device.type}", content, options.out)
     print(f"written: {save(f'pruning_speed_{device.type}', content, options.out)}")
 
