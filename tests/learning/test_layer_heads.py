@@ -1,12 +1,14 @@
 """Heads of several layers: one backward pass has the block norms of each, and a group trains every member."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
 
 from families import seeded_vit
 from pullback import load_probe
+from pullback.decoders import Decoder
 from pullback.errors import PullbackError
 from pullback.learning.fit import FitConfig, fit
 from pullback.learning.fit_head import HeadExamples
@@ -49,6 +51,16 @@ def test_many_probes_give_the_block_norms_of_every_layer(probe):
         assert ((norms[place] / truth - 1).mean()).abs() < 0.02
     top = probe.backbone.features(images(), [probe.backbone.depth - 1])[probe.backbone.depth - 1]
     torch.testing.assert_close(last, probe.backbone.norm(top), rtol=1e-4, atol=1e-4)
+
+
+def test_a_layer_below_the_probe_that_the_decoder_reads_stays_as_it_is(probe):
+    both = Decoder("two taps", (1, 5), lambda taps, layout: taps[0][:, 1, :4] * taps[1][:, 0, :4])
+    own = replace(probe, decoder=both)
+    features = own.features(images())
+    generator = torch.Generator().manual_seed(0)
+    _, norms, _ = block_norms_of_layers(own, images(), (3,), num_probes=2000, generator=generator)
+    truth = targets_of(own, features, 4, "exact").block_energy.value.sqrt().float()
+    torch.testing.assert_close(norms[0], truth, rtol=0.2, atol=0)
 
 
 def test_layers_are_given_in_order(probe):

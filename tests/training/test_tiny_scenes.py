@@ -8,7 +8,7 @@ import torch
 from pullback.data.scenes import render
 from pullback.errors import PullbackError
 from pullback.training.evaluate_tiny_scenes import HELD_OUT
-from pullback.training.tiny_scenes import Examples, Recipe, Run, train
+from pullback.training.tiny_scenes import Examples, Recipe, Run
 
 TOY = Recipe(
     steps=4, batch=4, block=4, passes=2, size=28, width=24, layers=4, heads=2, hooks=(0, 1, 2, 3), channels=8, warmup=2
@@ -17,7 +17,9 @@ CPU = torch.device("cpu")
 
 
 def run(recipe: Recipe, out, **limits) -> Run:
-    return train(recipe, out, CPU, log_every=1, save_every=1, seconds=limits.get("seconds", 1e9))
+    going = Run(recipe, out, CPU)
+    going.train(log_every=1, save_every=1, seconds=limits.get("seconds", 1e9))
+    return going
 
 
 def weights(run: Run) -> torch.Tensor:

@@ -16,7 +16,7 @@ from pullback.training import evaluate_tiny_views
 from pullback.training.checkpoint_parts import read_parts, write_parts
 from pullback.training.evaluate_tiny_scenes import HELD_OUT
 from pullback.training.evaluate_tiny_views import MEAN, NETWORK, dense_errors, evaluate, mean_scene, missed, score
-from pullback.training.tiny_views import Recipe, Run, build, train
+from pullback.training.tiny_views import Recipe, Run, build
 from pullback.training.tiny_views_examples import Views, draw_views
 from pullback.training.tiny_views_losses import CONFIDENCE_PRICE, camera_loss, confident, losses
 
@@ -43,7 +43,9 @@ def views():
 
 
 def run(recipe: Recipe, out, **limits) -> Run:
-    return train(recipe, out, CPU, log_every=1, save_every=1, seconds=limits.get("seconds", 1e9))
+    going = Run(recipe, out, CPU)
+    going.train(log_every=1, save_every=1, seconds=limits.get("seconds", 1e9))
+    return going
 
 
 def weights(run: Run) -> torch.Tensor:
@@ -121,7 +123,7 @@ def test_each_pass_sees_every_scene_of_its_block_once_and_steps_differ_in_views(
     logged = Run(replace(TOY, steps=8), tmp_path, CPU)
     counts = []
     for logged.step in range(8):
-        counts.append(logged.examples().rgb.shape[:2])
+        counts.append(logged.examples(logged.block()).rgb.shape[:2])
     assert {tuple(shape) for shape in counts} == {(2, 2), (2, 3)}
 
 

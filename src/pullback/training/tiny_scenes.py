@@ -11,14 +11,7 @@ folder that `load_probe` takes.
 
 from __future__ import annotations
 
-import argparse
-import json
-import math
-import os
-import time
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -26,17 +19,14 @@ from torch import Tensor, nn
 
 from pullback.backbones.checkpoint import write_network
 from pullback.data.scenes import CLASSES, SceneBatch, normalised, render
-from pullback.errors import PullbackError
 from pullback.models.tiny_scenes import TinyScenes, TinyScenesConfig
-from pullback.training.block_schedule import BlockSchedule
 from pullback.training.evaluate_tiny_scenes import HELD_OUT as HELD_OUT
 from pullback.training.evaluate_tiny_scenes import evaluate
+from pullback.training.scene_run import SceneRecipe, SceneRun, parse
 
 
 @dataclass(frozen=True)
-class Recipe(BlockSchedule):
-    """What decides the weights. Stored in every checkpoint; another recipe does not continue it."""
-
+class Recipe(SceneRecipe):
     steps: int = 3_696
     batch: int = 256
     block: int = 2048  # scenes drawn at a time
@@ -150,144 +140,34 @@ def _differences(error: Tensor, valid: Tensor) -> Tensor:
     return total / 6
 
 
-def _optimizers(model: TinyScenes, recipe: Recipe) -> list[torch.optim.Optimizer]:
-    """Muon (orthogonalised momentum) for the matrices of the blocks, AdamW for everything else.
+class Run(SceneRun[Recipe, TinyScenes, Examples]):
+    @staticmethod
+    def build(recipe: Recipe) -> TinyScenes:
+        return build(recipe)
 
-    After 400 steps on an H200 AdamW alone (1e-3) had an AbsRel of 0.133, both together (3e-3) one of 0.097.
-    """
-    blocks = [p for p in model.backbone.encoder.parameters() if p.ndim == 2]
-    own = {id(p) for p in blocks}
-    rest = [p for p in model.parameters() if id(p) not in own]
-    groups = [
-        {"params": [p for p in rest if p.ndim > 1], "weight_decay": recipe.weight_decay},
-        {"params": [p for p in rest if p.ndim <= 1], "weight_decay": 0.0},
-    ]
-    adamw = torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(0.9, 0.99))
-    # Its step is scaled to the size that AdamW's would have, so that both share one learning rate.
-    muon = torch.optim.Muon(
-        blocks, lr=recipe.learning_rate, weight_decay=recipe.weight_decay, adjust_lr_fn="match_rms_adamw"
-    )
-    return [muon, adamw]
+    @staticmethod
+    def matrices(model: TinyScenes) -> list[nn.Parameter]:
+        return [p for p in model.backbone.encoder.parameters() if p.ndim == 2]
 
+    def draw(self, seeds: range) -> Examples:
+        return Examples.of(render(seeds, size=self.recipe.size, device=self.device))
 
-class Run:
-    """Model, optimiser and running average of the weights at some step, in a folder."""
-
-    def __init__(self, recipe: Recipe, out: Path, device: torch.device) -> None:
-        self.recipe, self.out, self.device, self.step = recipe, out, device, 0
-        self.model = build(recipe).to(device)
-        self.average = build(recipe).to(device).requires_grad_(False)
-        self.optimizers = _optimizers(self.model, recipe)
-        self.drawn: tuple[range, Examples] | None = None  # the block in use
-        out.mkdir(parents=True, exist_ok=True)
-        if self.checkpoint.exists():
-            self._resume()
-
-    @property
-    def checkpoint(self) -> Path:
-        return self.out / "checkpoint.pt"
-
-    def save(self) -> None:
-        """Written under another name first: a run that is killed leaves the last whole checkpoint."""
-        state = {
-            "step": self.step,
-            "recipe": asdict(self.recipe),
-            "model": self.model.state_dict(),
-            "average": self.average.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-        }
-        unfinished = self.checkpoint.with_suffix(".tmp")
-        torch.save(state, unfinished)
-        os.replace(unfinished, self.checkpoint)
-
-    def _resume(self) -> None:
-        state = torch.load(self.checkpoint, map_location=self.device, weights_only=True)
-        stored = {name: tuple(v) if isinstance(v, list) else v for name, v in state["recipe"].items()}
-        if stored != asdict(self.recipe):
-            changed = [name for name, value in asdict(self.recipe).items() if stored.get(name) != value]
-            raise PullbackError(
-                f"out: {self.checkpoint} was made by another recipe ({', '.join(changed)} differ). Choose another "
-                "folder, or the recipe it was made with."
-            )
-        self.model.load_state_dict(state["model"])
-        self.average.load_state_dict(state["average"])
-        for optimizer, stored_state in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(stored_state)
-        self.step = state["step"]
-
-    def examples(self) -> Examples:
-        """Those of the current step; a new block is drawn when the last one is used up."""
-        seeds = self.recipe.scenes(self.step)
-        if self.drawn is None or self.drawn[0] != seeds:
-            self.drawn = None  # its memory is needed
-            self.drawn = seeds, Examples.of(render(seeds, size=self.recipe.size, device=self.device))
+    def losses(self, block: Examples) -> dict[str, Tensor]:
         rows = self.recipe.rows(self.step).to(self.device)
-        return self.drawn[1].rows(rows).varied(self.recipe.generator((1 << 31) + self.step))
-
-    def advance(self) -> dict[str, float]:
-        """One step."""
-        recipe, examples = self.recipe, self.examples()
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = recipe.rate(self.step)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
-            parts = losses(self.model, examples, recipe)
-        self.model.zero_grad(set_to_none=True)
-        parts["loss"].backward()
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), recipe.clip)
-        for optimizer in self.optimizers:
-            optimizer.step()
-        decay = min(recipe.ema, (1 + self.step) / (10 + self.step))
-        with torch.no_grad():
-            for mean, value in zip(self.average.parameters(), self.model.parameters(), strict=True):
-                mean.lerp_(value, 1 - decay)
-        self.step += 1
-        return {name: part.item() for name, part in parts.items()} | {"gradient_norm": norm.item()}
-
-
-def train(recipe: Recipe, out: Path, device: torch.device, *, log_every: int, save_every: int, seconds: float) -> Run:
-    """Advance to the last step, or for about so many seconds; log and checkpoint on the way."""
-    run = Run(recipe, out, device)
-    begun = time.perf_counter()
-    while run.step < recipe.steps and time.perf_counter() - begun < seconds:
-        numbers = run.advance()
-        if run.step % log_every == 0 or run.step == recipe.steps:
-            line: dict[str, Any] = {"step": run.step, **numbers, "seconds": round(time.perf_counter() - begun, 1)}
-            with (out / "log.jsonl").open("a", encoding="utf-8") as log:
-                log.write(json.dumps(line) + "\n")
-            print(line, flush=True)
-        if run.step % save_every == 0:
-            run.save()
-    run.save()
-    return run
+        examples = block.rows(rows).varied(self.recipe.generator((1 << 31) + self.step))
+        with self.autocast():
+            return losses(self.model, examples, self.recipe)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=Recipe.steps)
-    parser.add_argument("--batch", type=int, default=Recipe.batch)
-    parser.add_argument("--seed", type=int, default=Recipe.seed)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--log-every", type=int, default=100)
-    parser.add_argument("--save-every", type=int, default=1000)
-    parser.add_argument("--seconds", type=float, default=math.inf, help="stop after about so long; call again to go on")
-    parser.add_argument("--evaluate", type=int, default=1000, help="held-out scenes at the end")
-    options = parser.parse_args()
-    recipe = Recipe(steps=options.steps, batch=options.batch, seed=options.seed)
-    device = torch.device(options.device)
-    run = train(
-        recipe,
-        options.out,
-        device,
-        log_every=options.log_every,
-        save_every=options.save_every,
-        seconds=options.seconds,
-    )
+    options, chosen = parse(__doc__, Recipe, evaluate=1000)
+    recipe = Recipe(**chosen)
+    run = Run(recipe, options.out, options.device, compiled=options.compiled)
+    run.train(log_every=options.log_every, save_every=options.save_every, seconds=options.seconds)
     write_network(run.average.eval().half(), options.out / "model")
     if options.evaluate:
         # of what was written
-        print(evaluate(run.average.float(), count=options.evaluate, bank=2000, size=recipe.size, device=device))
+        print(evaluate(run.average.float(), count=options.evaluate, bank=2000, size=recipe.size, device=options.device))
 
 
 if __name__ == "__main__":
