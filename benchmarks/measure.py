@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+import pullback as pb
+
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -84,3 +86,19 @@ def random_dinov2(size: str, seed: int = 0) -> nn.Module:
         hidden_size=width, num_attention_heads=heads, num_hidden_layers=24 if size == "large" else 12, patch_size=14
     )
     return Dinov2Model(config).eval().requires_grad_(False)
+
+
+LAYER_SCALE = 0.2  # of a random VGGT; at 0.01, where training starts, every block is nearly the identity
+
+
+def random_vggt(config: dict[str, Any], device: torch.device, seed: int = 0) -> pb.VGGT:
+    """In float32, made where it is used: 5 GB need not pass through the CPU."""
+    torch.manual_seed(seed)
+    with torch.device(device):
+        model = pb.VGGT(pb.VGGTConfig(**config))
+    for name, parameter in model.named_parameters():
+        if name.endswith(".gamma"):
+            torch.nn.init.constant_(parameter, LAYER_SCALE)
+        if name.endswith(("aggregator.camera_token", "aggregator.register_token")):
+            torch.nn.init.normal_(parameter)
+    return model.eval().requires_grad_(False)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import machine, milliseconds, save
+from measure import LAYER_SCALE, machine, milliseconds, random_vggt, save
 from torch import Tensor
 
 import pullback as pb
@@ -40,21 +40,6 @@ SIZES: dict[str, dict[str, Any]] = {
     "full": {"config": {}, "layers": ["16"], "pixels": 224},
 }
 DECODERS = ("camera", "points", "depth")
-LAYER_SCALE = 0.2
-"""Of the random network. As training starts, 0.01, every block is nearly the identity and spectra are trivial."""
-
-
-def random_vggt(config: dict[str, Any], device: torch.device, seed: int = 0) -> pb.VGGT:
-    """In float32, made where it is used: 5 GB need not pass through the CPU."""
-    torch.manual_seed(seed)
-    with torch.device(device):
-        model = pb.VGGT(pb.VGGTConfig(**config))
-    for name, parameter in model.named_parameters():
-        if name.endswith(".gamma"):
-            torch.nn.init.constant_(parameter, LAYER_SCALE)
-        if name.endswith(("aggregator.camera_token", "aggregator.register_token")):
-            torch.nn.init.normal_(parameter)
-    return model.eval().requires_grad_(False)
 
 
 def probe_at(model: pb.VGGT, decoder: str, layer: str) -> SceneProbe | SceneInputProbe:

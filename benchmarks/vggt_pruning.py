@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import machine, milliseconds, save
+from measure import LAYER_SCALE, machine, milliseconds, random_vggt, save
 from torch import Tensor
 
 import pullback as pb
@@ -44,21 +44,7 @@ SMALL: dict[str, Any] = dict(
     hook_layers=(0, 1, 2, 3),
 )
 RANDOM: dict[str, dict[str, Any]] = {"small": SMALL, "full": {}}
-LAYER_SCALE = 0.2  # of random networks; at 0.01, where training starts, every block is nearly the identity
 Rule = tuple[str, Any, str, Scope]  # name, score, preset, scope
-
-
-def random_vggt(config: dict[str, Any], device: torch.device) -> pb.VGGT:
-    """Made where it is used: 5 GB need not pass through the CPU."""
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = pb.VGGT(pb.VGGTConfig(**config))
-    for name, parameter in model.named_parameters():
-        if name.endswith(".gamma"):
-            torch.nn.init.constant_(parameter, LAYER_SCALE)
-        if name.endswith(("aggregator.camera_token", "aggregator.register_token")):
-            torch.nn.init.normal_(parameter)
-    return model.eval().requires_grad_(False)
 
 
 def sketched_importance(model: pb.VGGT, images: Tensor, layer: int, rounds: int = 16) -> Tensor:
