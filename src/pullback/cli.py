@@ -52,10 +52,20 @@ def _options(
 @app.command()
 def diagnose(
     model: Annotated[str, typer.Argument(help="A hub id, a folder, or an embedded name (see `pullback ls`).")],
-    images: Annotated[str, typer.Option(help="An image, a folder or a glob.")],
+    images: Annotated[
+        str,
+        typer.Option(
+            help="An image, a folder or a glob. For a VGGT every folder at or below that holds images is a scene."
+        ),
+    ],
     decoder: Annotated[
-        str, typer.Option(help="cls, projection, pool, mean, depth, depth-8x8 (any size), saliency.")
-    ] = "cls",
+        str | None,
+        typer.Option(
+            help="cls, projection, pool, mean, depth, depth-8x8 (any size), saliency. Of a VGGT camera, camera-0, "
+            "points, depth, depth-8x8.",
+            show_default="cls, of a VGGT camera",
+        ),
+    ] = None,
     layer: Annotated[
         list[str] | None,
         typer.Option(
@@ -64,7 +74,7 @@ def diagnose(
             show_default="the last but one",
         ),
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Use so many images.", show_default="all")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Use so many images, or scenes.", show_default="all")] = None,
     rank: Annotated[
         list[int] | None,
         typer.Option(
@@ -79,7 +89,10 @@ def diagnose(
     device: Annotated[str, typer.Option(help="auto: the GPU where there is one.")] = "auto",
     seed: Annotated[int, typer.Option(help="Of every random probe; the same seed gives the same numbers.")] = 0,
     size: Annotated[
-        str | None, typer.Option(help="Crop in pixels, 224 or 224x308.", show_default="the backbone's")
+        str | None,
+        typer.Option(
+            help="Crop in pixels, 224 or 224x308. Of a VGGT the width of the views, 518.", show_default="the backbone's"
+        ),
     ] = None,
     precision: Annotated[Precision, typer.Option(help="Arithmetic of the products.")] = "float32",
     rtol: Annotated[
@@ -96,12 +109,15 @@ def diagnose(
     with Drawing() as drawing, ProgressDisplay(console(stderr=True)) as progress, reported(progress, out):
         progress.stage("loading torch")
         prepare()
+        from pullback.backbones.vggt import is_vggt
+        from pullback.commands.scene_diagnosis import run_scene_diagnosis
         from pullback.workflow import DiagnosisRequest, run_diagnosis
 
+        of_scenes = is_vggt(model)
         request = DiagnosisRequest(
             model=model,
             images=images,
-            decoder=decoder,
+            decoder=decoder or ("camera" if of_scenes else "cls"),
             layers=tuple(parse_layer(text) for text in layer or ()),
             limit=limit,
             ranks=tuple(rank or (20,)),
@@ -114,7 +130,7 @@ def diagnose(
             distance=distance,
         )
         try:
-            document = run_diagnosis(request, out, progress)
+            document = (run_scene_diagnosis if of_scenes else run_diagnosis)(request, out, progress)
         except Exception:
             if progress.done:
                 drawing.draw(out)
@@ -162,12 +178,14 @@ def list_models() -> None:
         progress.stage("loading torch")
         prepare()
         from pullback.backbones import list_models as rows
+        from pullback.commands.scene_diagnosis import MODELS_ROW
 
-        table = models_table(rows())
+        table = models_table([*rows(), MODELS_ROW])
     console().print(table)
     console().print(
         "`tiny-scenes` comes with the package. A folder with config.json and safetensors of one of these types works "
-        "like its hub id.",
+        "like its hub id. Samples of vggt are scenes of several views, which only `pullback diagnose` and Python take "
+        "(docs/vggt.md).",
         style="dim",
     )
 

@@ -6,22 +6,26 @@ The folder is up to date after every layer, so that an interruption or a failing
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from pullback.backbones import Backbone, load_backbone
+from pullback.backbones.vggt import SceneBackbone
 from pullback.data.images import ImageBatch
 from pullback.decoders import build_decoder, task_distance
 from pullback.errors import PullbackError
-from pullback.geometry import diagnose, layer_multiplicity
+from pullback.geometry import Tractability, diagnose, layer_multiplicity
 from pullback.probes import ProbeMap
 from pullback.probes.multi_layer import MultiLayerProbe
+from pullback.probes.vggt import SceneInputProbe, SceneProbe
+from pullback.randnla import Estimate
 from pullback.report import files
 from pullback.results import layer_result, multiplicity_result, provenance
 
@@ -30,6 +34,8 @@ _THUMBNAIL_SIDE = 224
 
 HOOKS = "hooks"
 """The layer that stands for all layers a dense decoder reads, side by side."""
+
+_Probe = TypeVar("_Probe", ProbeMap | MultiLayerProbe, SceneProbe | SceneInputProbe)
 
 
 @dataclass(frozen=True)
@@ -58,8 +64,8 @@ class Watcher(Protocol):
     def stage(self, text: str) -> None:
         """Something of unknown length begins."""
 
-    def start(self, layers: Sequence[str], images: int) -> None:
-        """The work is known: so many images at each of these layers."""
+    def start(self, layers: Sequence[str], images: int, unit: str = "images") -> None:
+        """The work is known: so many images, or other units, at each of these layers."""
 
     def layer(self, name: str) -> None:
         """This layer begins."""
@@ -82,24 +88,58 @@ def run_diagnosis(
     backbone = load_backbone(request.model, device=request.device)
     probes = build_probes(request, backbone)  # a wrong layer, decoder or size is found before anything is computed
     size = _checked_size(request.size, backbone)
-    _make_folder(out)
+    make_folder(out)
     if batch is None:
         watch.stage(f"reading images from {request.images}")
         batch = probes[0].read_images(request.images, size, request.limit)
-    document = {**_settings(request, backbone, batch), "complete": False, "failure": None, "layers": []}
-    arrays = _thumbnails(batch, backbone)
-    names = [files.layer_name(probe.layer) for probe in probes]
-    watch.start(names, len(batch))
-    for name, probe in zip(names, probes, strict=True):
+    paths = [str(path) for path in batch.paths]
+    samples = {
+        "image_files": paths,
+        "skipped": [{"file": str(image.path), "reason": image.reason} for image in batch.skipped],
+        "size": list(batch.pixels.shape[-2:]),
+    }
+    watch.start([files.layer_name(probe.layer) for probe in probes], len(batch))
+    return write_layers(
+        out,
+        watch,
+        settings(request, backbone, samples),
+        _thumbnails(batch, backbone),
+        paths,
+        probes,
+        lambda probe: _diagnose_layer(request, probe, batch, watch),
+    )
+
+
+def write_layers(
+    out: Path,
+    watch: Watcher,
+    settings: Mapping[str, Any],
+    pictures: Mapping[str, np.ndarray],
+    samples: Sequence[str],
+    probes: Sequence[_Probe],
+    measure: Callable[[_Probe], tuple[Tractability, Estimate | None]],
+) -> dict[str, Any]:
+    """`diagnosis.json` and `importance.npz` after every layer; the former is also returned.
+
+    ``measure`` gives the diagnosis of a probe over the ``samples`` (their names), and K_eff [B] if it has several
+    layers.
+    """
+    document: dict[str, Any] = {**settings, "complete": False, "failure": None, "layers": []}
+    arrays = dict(pictures)
+    for probe in probes:
+        name = files.layer_name(probe.layer)
         watch.layer(name)
         try:
-            result, importance = _diagnose_layer(request, probe, batch, watch)
+            report, multiplicity = measure(probe)
         except BaseException as error:
             _record_failure(out, document, probe.layer, error)
             raise
+        result = layer_result(report, samples)
+        if multiplicity is not None:
+            result["k_eff"] = multiplicity_result(multiplicity, probe.decoder.layers)
         document["layers"].append(result)
         document["complete"] = len(document["layers"]) == len(probes)
-        arrays[name] = importance
+        arrays[name] = report.importance.float().numpy()
         files.write_arrays(out / files.IMPORTANCE, arrays)
         files.write_json(out / files.DIAGNOSIS, document)
         watch.layer_done(result)
@@ -121,7 +161,7 @@ def build_probes(request: DiagnosisRequest, backbone: Backbone) -> list[ProbeMap
 
 def _diagnose_layer(
     request: DiagnosisRequest, probe: ProbeMap | MultiLayerProbe, batch: ImageBatch, watch: Watcher
-) -> tuple[dict[str, Any], np.ndarray]:
+) -> tuple[Tractability, Estimate | None]:
     report = diagnose(
         probe,
         batch.pixels,
@@ -133,24 +173,24 @@ def _diagnose_layer(
         convergence_samples=request.convergence_samples,
         on_progress=watch.advance,
     )
-    result = layer_result(report, [str(path) for path in batch.paths])
-    if isinstance(probe, MultiLayerProbe):
-        watch.stage("alignment of the layers")
-        result["k_eff"] = multiplicity_result(layer_multiplicity(probe, batch.pixels, seed=request.seed), probe.layers)
-    return result, report.importance.float().numpy()
+    if not isinstance(probe, MultiLayerProbe):
+        return report, None
+    watch.stage("alignment of the layers")
+    return report, layer_multiplicity(probe, batch.pixels, seed=request.seed)
 
 
-def _settings(request: DiagnosisRequest, backbone: Backbone, batch: ImageBatch) -> dict[str, Any]:
+def settings(
+    request: DiagnosisRequest, backbone: Backbone | SceneBackbone, samples: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What `diagnosis.json` says besides its layers; ``samples`` is the part about the images."""
     return {
         "model": request.model,
         "family": backbone.family,
         "decoder": request.decoder,
         "distance": request.distance,
         "images": request.images,
-        "image_files": [str(path) for path in batch.paths],
-        "skipped": [{"file": str(image.path), "reason": image.reason} for image in batch.skipped],
+        **samples,
         "limit": request.limit,
-        "size": list(batch.pixels.shape[-2:]),
         "depth": backbone.depth,
         "ranks": list(request.ranks),
         "method_asked": request.method,
@@ -169,7 +209,8 @@ def _checked_size(size: int | tuple[int, int] | None, backbone: Backbone) -> int
     return size
 
 
-def _make_folder(out: Path) -> None:
+def make_folder(out: Path) -> None:
+    """Or say what is wrong with it, before anything is computed."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -182,16 +223,19 @@ def _thumbnails(batch: ImageBatch, backbone: Backbone) -> dict[str, np.ndarray]:
     """The first crops as the model saw them, de-normalised, and where the tokens sit on them."""
     wanted, layout = backbone.preprocessing, backbone.token_layout(batch.pixels)
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in (wanted.mean, wanted.std))
-    pixels = batch.pixels[:MAX_THUMBNAILS] * std + mean
-    longest = max(pixels.shape[-2:])
-    if longest > _THUMBNAIL_SIDE:
-        pixels = F.interpolate(pixels, scale_factor=_THUMBNAIL_SIDE / longest, mode="bilinear", antialias=True)
-    pictures = (pixels.clamp(0, 1) * 255).round().to(torch.uint8).permute(0, 2, 3, 1)
     return {
-        "thumbnails": pictures.numpy(),
+        "thumbnails": thumbnails(batch.pixels[:MAX_THUMBNAILS] * std + mean),
         "grid": np.array(layout.grid),
         "prefix": np.array(layout.prefix),
     }
+
+
+def thumbnails(pixels: Tensor) -> np.ndarray:
+    """[B, 3, H, W] in [0, 1] -> uint8 [B, h, w, 3], small enough for a figure."""
+    longest = max(pixels.shape[-2:])
+    if longest > _THUMBNAIL_SIDE:
+        pixels = F.interpolate(pixels, scale_factor=_THUMBNAIL_SIDE / longest, mode="bilinear", antialias=True)
+    return (pixels.clamp(0, 1) * 255).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
 
 
 def _record_failure(out: Path, document: dict[str, Any], layer: int | str, error: BaseException) -> None:

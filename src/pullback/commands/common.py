@@ -43,7 +43,7 @@ def reported(progress: ProgressDisplay, out: Path | None = None) -> Iterator[Non
         if not is_out_of_memory(error):
             raise
         message = (
-            "error: out of memory, though one image at a time was tried. Use a smaller --size or --rank, a decoder "
+            "error: out of memory, though one sample at a time was tried. Use a smaller --size or --rank, a decoder "
             "with a smaller output (depth-8x8 for depth), or another --device."
         )
         _fail(message, progress, out, BAD_INPUT)
@@ -91,6 +91,17 @@ def parse_size(text: str | None) -> int | tuple[int, int] | None:
     if match is None:
         raise PullbackError(f"size: expected pixels such as 224, or height x width such as 224x308, got {text!r}.")
     return (int(match[1]), int(match[2])) if match[2] else int(match[1])
+
+
+def refuse_scenes(model: str, command: str, instead: str) -> None:
+    """Commands that read single images say so before they load a VGGT, whose samples are scenes of several views."""
+    from pullback.backbones.vggt import is_vggt
+
+    if is_vggt(model):
+        raise PullbackError(
+            f"model: `pullback {command}` expects a model of single images, got {model!r}, a VGGT, whose samples are "
+            f"scenes of several views. In Python, use {instead} (docs/vggt.md)."
+        )
 
 
 def load_any_probe(

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from pullback.commands.common import parse_size, prepare, reported
+from pullback.commands.common import parse_size, prepare, refuse_scenes, reported
 from pullback.errors import PullbackError
 from pullback.report.console import console
 from pullback.report.progress import ProgressDisplay
@@ -42,6 +42,7 @@ def plan(
     with ProgressDisplay(console(stderr=True)) as progress, reported(progress, out):
         progress.stage("loading torch")
         prepare()
+        refuse_scenes(model, "plan", "pullback.pruning.vggt.prune_views(model, score, ratio=..., stages=...)")
         from pullback.learning.head import ImportanceHead
         from pullback.planning import plan_pruning
         from pullback.probes import load_probe

@@ -8,7 +8,7 @@ from typing import Annotated, TypeVar
 
 import typer
 
-from pullback.commands.common import Precision, parse_size, prepare, reported
+from pullback.commands.common import Precision, parse_size, prepare, refuse_scenes, reported
 from pullback.errors import PullbackError
 from pullback.report.console import console
 from pullback.report.drawing import Drawing
@@ -78,6 +78,7 @@ def prune(
     with Drawing() as drawing, ProgressDisplay(console(stderr=True)) as progress, reported(progress, out):
         progress.stage("loading torch")
         prepare()
+        refuse_scenes(model, "prune", "pullback.pruning.vggt.prune_views(model, score, ratio=..., stages=...)")
         from pullback.commands.prune_rows import PruneRequest, run_comparison
 
         request = PruneRequest(

@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from pullback.commands.common import Method, Precision, load_any_probe, parse_layer, parse_size, prepare, reported
+from pullback.commands.common import (
+    Method,
+    Precision,
+    load_any_probe,
+    parse_layer,
+    parse_size,
+    prepare,
+    refuse_scenes,
+    reported,
+)
 from pullback.report.console import console
 from pullback.report.files import layer_name
 from pullback.report.progress import ProgressDisplay
@@ -72,6 +81,7 @@ def targets(
     with ProgressDisplay(console(stderr=True)) as progress, reported(progress, out):
         progress.stage("loading torch")
         prepare()
+        refuse_scenes(model, "targets", "pullback.learning.targets.targets_of(probe, probe.features(scenes))")
         from pullback.data.sources import open_source
         from pullback.learning.compute_targets import compute_targets
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from pullback.commands.common import load_any_probe, parse_layer, parse_size, prepare, reported
+from pullback.commands.common import load_any_probe, parse_layer, parse_size, prepare, refuse_scenes, reported
 from pullback.report.console import console
 from pullback.report.progress import ProgressDisplay
 
@@ -38,6 +38,9 @@ Recompute = Annotated[
     bool, typer.Option("--recompute-features", help="Compute features in every step instead of holding them in memory.")
 ]
 TensorBoard = Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard files too.")]
+
+
+_OF_SCENES = "pullback.learning.targets.targets_of(probe, probe.features(scenes)) and a loop of your own over them"
 
 
 @train.command()
@@ -78,6 +81,7 @@ def head(
         stores = [TargetStore.open(folder) for folder in targets]
         stored = stores[0].config
         name = model or stored["model"]
+        refuse_scenes(name, "train head", _OF_SCENES)
         progress.stage(f"loading {name}")
         probe = load_any_probe(
             name, stored["decoder"], stored["layer"], place, stored["distance"], stored.get("after_norm", True)
@@ -143,6 +147,7 @@ def spn(
 ) -> None:
     """A Spectral Pullback Network, supervised by Jacobian products. The same command goes on; torchrun works."""
     with _run(out, device) as (progress, place):
+        refuse_scenes(model, "train spn", _OF_SCENES)
         from pullback.data.sources import open_source
         from pullback.learning.train_spn import train_spn
 

@@ -21,9 +21,9 @@ import torch
 import typer
 from torch import Tensor
 
-from pullback.data.images import find_images
+from pullback.data.scene_folders import SceneFolder, find_scenes
 from pullback.decoders import CameraMetric
-from pullback.errors import ImageError, PullbackError
+from pullback.errors import PullbackError
 from pullback.evaluation import spearman
 from pullback.geometry import Spectrum, spectrum, token_importance
 from pullback.geometry.batches import output_size
@@ -120,23 +120,15 @@ def pruning_agreement(first: Tensor, second: Tensor, ratio: float = PRUNED) -> T
     return (pruned[0] == pruned[1]).double().mean(1)
 
 
-def find_scenes(root: Path) -> list[Path]:
-    """Folders at or below ``root`` that hold images themselves, sorted."""
-    scenes = sorted({file.parent for file in find_images(root)})
-    if not scenes:
-        raise ImageError(f"scenes: expected folders of views in {root}, found no images.")
-    return scenes
-
-
 def scene_rows(
-    probe: SceneProbe, scenes: Sequence[Path], *, rank: int, views: int | None, size: int | None
+    probe: SceneProbe, scenes: Sequence[SceneFolder], *, rank: int, views: int | None, size: int | None
 ) -> Iterator[Row]:
     """One scene at a time, since scenes may differ in their number of views."""
-    for folder in scenes:
-        files = find_images(folder)[:views]
+    for scene in scenes:
+        files = scene.files[:views]
         images = probe.load_views(files, size)
         comparison = compare_metrics(probe, images, rank=rank)
-        yield {"scene": folder.name, "views": len(files), "probe": probe.name, **comparison.rows()[0]}
+        yield {"scene": scene.folder.name, "views": len(files), "probe": probe.name, **comparison.rows()[0]}
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -12,6 +12,7 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
@@ -100,6 +101,14 @@ def energy_scale(relative: np.ndarray) -> LogNorm:
     return LogNorm(min(max(float(low), high / 300), 0.7), high)
 
 
+def energy_bar(grid: PictureGrid, axes: Axes, scale: LogNorm) -> None:
+    """What the colours of patches mean, beside the pictures."""
+    bar = grid.figure.colorbar(ScalarMappable(scale, "inferno"), cax=axes, extend="both")
+    plain_log_ticks(axes)
+    bar.outline.set_visible(False)
+    bar.set_label("energy of a patch\n(1 = their mean)", fontsize=8)
+
+
 def lay_energy_over(axes: Axes, picture: np.ndarray, relative: np.ndarray, scale: LogNorm) -> None:
     """The picture in grey under its patches in the colours of their energy."""
     height, width = picture.shape[:2]
@@ -107,6 +116,12 @@ def lay_energy_over(axes: Axes, picture: np.ndarray, relative: np.ndarray, scale
     axes.imshow(grey, cmap="gray", vmin=-0.2, vmax=1.2)
     extent = (-0.5, width - 0.5, height - 0.5, -0.5)
     axes.imshow(relative, cmap="inferno", norm=scale, alpha=0.75, interpolation="nearest", extent=extent)
+
+
+def corner_note(axes: Axes, text: str) -> None:
+    """Light on dark in the lower left corner of a picture."""
+    box = {"facecolor": "black", "alpha": 0.55, "pad": 1.5, "lw": 0}
+    axes.text(0.03, 0.04, text, color="white", fontsize=7, transform=axes.transAxes, bbox=box)
 
 
 def plain_log_ticks(axes: Axes, along: str = "y") -> None:

@@ -12,7 +12,18 @@ from rich.table import Table
 from rich.text import Text
 
 from pullback.report.files import layer_name
-from pullback.report.wording import UNKNOWN, lower_bound, percent, plain, plus_minus, short_name, times
+from pullback.report.wording import (
+    UNKNOWN,
+    counted,
+    lower_bound,
+    percent,
+    plain,
+    plus_minus,
+    samples,
+    short_name,
+    times,
+    unit,
+)
 
 _NAMED = 10
 _LABEL_WIDTH, _LAYER_WIDTH, _GAP = 26, 15, 3
@@ -23,7 +34,8 @@ def diagnosis_summary(document: dict[str, Any], width: int) -> RenderableType:
     layers = document["layers"]
     across = max(1, (width - _LABEL_WIDTH) // (_LAYER_WIDTH + _GAP))
     parts: list[RenderableType] = [_heading(document)]
-    parts += [layer_table(layers[first : first + across], width) for first in range(0, len(layers), across)]
+    of = unit(document)
+    parts += [layer_table(layers[first : first + across], width, of) for first in range(0, len(layers), across)]
     measured = [layer for layer in layers if layer["convergence"]]
     if measured:
         parts += [
@@ -34,20 +46,19 @@ def diagnosis_summary(document: dict[str, Any], width: int) -> RenderableType:
     parts += _advice(layers)
     parts += _multiplicity(layers)
     parts += _lowered(layers)
+    parts += _notes(document)
     if document["skipped"]:
-        parts += [Text(), *_skipped(document["skipped"])]
+        parts += [Text(), *_skipped(document)]
     return Group(*parts)
 
 
 def _heading(document: dict[str, Any]) -> Text:
-    height, width = document["size"]
-    count = len(document["image_files"])
     text = Text(f"{short_name(document['model'])}, {document['decoder']}", style="bold")
-    details = f"  {count} image{'s' * (count != 1)} at {height}×{width}, {document['precision']}, {document['machine']}"
+    details = f"  {samples(document)}, {document['precision']}, {document['machine']}"
     return text.append(details, style="dim")
 
 
-def layer_table(layers: list[dict[str, Any]], width: int) -> Table:
+def layer_table(layers: list[dict[str, Any]], width: int, unit: str) -> Table:
     """Quantities down, layers across: it stays readable in a narrow terminal."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
     share = (width - _LABEL_WIDTH) // len(layers) - _GAP
@@ -59,7 +70,7 @@ def layer_table(layers: list[dict[str, Any]], width: int) -> Table:
     for rank in layers[0]["kappa_at"]:
         table.add_row(f"captured energy κ({rank})", *(_kappa(layer["kappa_at"][rank], int(rank)) for layer in layers))
     for label, cell in _ROWS.items():
-        table.add_row(label, *(cell(layer) for layer in layers))
+        table.add_row(label.replace("image", unit), *(cell(layer) for layer in layers))
     return table
 
 
@@ -153,9 +164,16 @@ def _multiplicity(layers: list[dict[str, Any]]) -> list[RenderableType]:
     return parts
 
 
-def _skipped(skipped: list[dict[str, str]]) -> list[RenderableType]:
+def _notes(document: dict[str, Any]) -> list[RenderableType]:
+    """What was done to the views of scenes."""
+    noted = [scene for scene in document.get("scenes", []) if scene["note"]]
+    return [Text(f"{scene['scene']}: {scene['note']}.", style="yellow") for scene in noted]
+
+
+def _skipped(document: dict[str, Any]) -> list[RenderableType]:
+    skipped, what = document["skipped"], "image file" if unit(document) == "image" else "scene"
     count = len(skipped)
-    parts: list[RenderableType] = [Text(f"skipped {count} image file{'s' * (count != 1)}:", style="yellow")]
+    parts: list[RenderableType] = [Text(f"skipped {counted(count, what)}:", style="yellow")]
     parts += [
         Padding(Text(f"{image['file']}: {image['reason']}"), (0, 0, 0, 2), expand=False) for image in skipped[:_NAMED]
     ]

@@ -8,7 +8,6 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.cm import ScalarMappable
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -18,6 +17,7 @@ from pullback.report.canvas import (
     LIGHT,
     PictureGrid,
     Theme,
+    energy_bar,
     energy_scale,
     lay_energy_over,
     plain_log_ticks,
@@ -29,7 +29,8 @@ from pullback.report.canvas import (
 )
 from pullback.report.prune_figures import draw_prune
 from pullback.report.scenes_figure import scenes_png
-from pullback.report.wording import percent, share, short_name
+from pullback.report.views_figure import views_png
+from pullback.report.wording import percent, sample_count, share, short_name, unit
 
 MAX_IMAGES = 8
 
@@ -60,7 +61,7 @@ def draw_all(folder: Path) -> list[str]:
 
 def spectrum_png(document: dict[str, Any], theme: Theme = LIGHT, dpi: int = DPI) -> bytes:
     """Left: the share of |J|_F^2 in direction j. Right: in the first j directions, kappa(j)."""
-    layers, count = document["layers"], len(document["image_files"])
+    layers, count = document["layers"], sample_count(document)
     with style(theme):
         figure = Figure(figsize=(9.6, 3.8), layout="constrained")
         decay, capture = figure.subplots(1, 2)
@@ -88,13 +89,16 @@ def spectrum_png(document: dict[str, Any], theme: Theme = LIGHT, dpi: int = DPI)
             axes.margins(x=0.02)
         handles, labels = decay.get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=min(3, len(labels)), frameon=False)
-        mean = f"mean of {count} images" if count > 1 else "one image"
+        mean = f"mean of {count} {unit(document)}s" if count > 1 else f"one {unit(document)}"
         title(figure, f"{short_name(document['model'])}, {document['decoder']}: {mean}, bands ± 2 standard errors")
         return png(figure, dpi)
 
 
 def tokens_png(layer: dict[str, Any], arrays: dict[str, np.ndarray], theme: Theme = LIGHT, dpi: int = DPI) -> bytes:
-    """Each image, and its patches coloured by their task energy; above, what share the prefix tokens hold."""
+    """Each image, and its patches coloured by their task energy; above, what share the prefix tokens hold. Of scenes,
+    each view."""
+    if "views" in arrays:
+        return views_png(layer, arrays, theme, dpi)
     pictures = arrays["thumbnails"][:MAX_IMAGES]
     name, prefix = files.layer_name(layer["layer"]), int(arrays["prefix"])
     energy = np.square(arrays[name][: len(pictures)].astype(float))
@@ -113,11 +117,7 @@ def tokens_png(layer: dict[str, Any], arrays: dict[str, np.ndarray], theme: Them
             if prefix:
                 above.set_title(f"{whose} {share(prefix_share[column])}", fontsize=8.5, pad=4)
         x, y = grid.corner(1, count)
-        bar_axes = grid.place(x + 0.08, y + 0.1, 0.13, 2 * grid.tall - 0.2)
-        bar = grid.figure.colorbar(ScalarMappable(scale, "inferno"), cax=bar_axes, extend="both")
-        plain_log_ticks(bar_axes)
-        bar.outline.set_visible(False)
-        bar.set_label("energy of a patch\n(1 = their mean)", fontsize=8)
+        energy_bar(grid, grid.place(x + 0.08, y + 0.1, 0.13, 2 * grid.tall - 0.2), scale)
         title_at_the_top(grid.figure, f"{name}: task energy of tokens, first {layer['rank_used']} directions")
         return png(grid.figure, dpi)
 

@@ -34,6 +34,11 @@ def tokens_figure(layer: int | str) -> str:
     return f"tokens_{layer_name(layer)}.png"
 
 
+def thumbnails_of(scene: int) -> str:
+    """The array with the views of a scene."""
+    return f"thumbnails_{scene}"
+
+
 def read_diagnosis(folder: Path) -> dict[str, Any]:
     path = folder / DIAGNOSIS
     if not path.is_file():
@@ -44,7 +49,10 @@ def read_diagnosis(folder: Path) -> dict[str, Any]:
 
 
 def read_importance(folder: Path) -> dict[str, np.ndarray]:
-    """Per layer name [B, N]; `thumbnails` uint8 [b, h, w, 3], `grid` [2], `prefix`."""
+    """Per layer name [B, N]; `thumbnails` uint8 [b, h, w, 3], `grid` [2], `prefix`.
+
+    Of scenes [B, N] has NaN behind the tokens of scenes with fewer than others; `scenes` (their names) and `views` [B],
+    `grid` [B, 2]; `thumbnails_0`, `thumbnails_1`, ... of the first scenes uint8 [views, h, w, 3]."""
     return _read_arrays(folder / IMPORTANCE)
 
 

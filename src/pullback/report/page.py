@@ -16,11 +16,11 @@ from pullback.report.canvas import DARK, LIGHT, Theme
 from pullback.report.figures import spectrum_png, tokens_png
 from pullback.report.scenes_figure import scenes_png
 from pullback.report.style import CSS
-from pullback.report.wording import lower_bound, percent, plain, plus_minus, short_name, times
+from pullback.report.wording import lower_bound, percent, plain, plus_minus, samples, short_name, times, unit
 
 TITLE = "How many directions does the task see, and on which tokens?"
 SPECTRUM_TEXT = (
-    "Each line is the mean over the images of one layer: on the left the share of the Jacobian’s energy in its j-th "
+    "Each line is the mean over the {unit}s of one layer: on the left the share of the Jacobian’s energy in its j-th "
     "direction, on the right the share κ(j) of the first j together, with bands of two standard errors. A line that "
     "reaches the dashed 90 % within the rank asked for means that a low-rank metric describes the task."
 )
@@ -33,6 +33,11 @@ TOKENS_TEXT = (
     "Brighter patches carry more of the task: moving their features along the leading directions changes the output "
     "most; one scale for all pictures of a figure. The number above a picture is the share that the tokens outside "
     "the patch grid hold."
+)
+VIEWS_TEXT = (
+    "Brighter patches carry more of the task: moving their features along the leading directions changes the output "
+    "most; one scale for all pictures of a figure, 1 being the mean over all views of a scene. The number in a view is "
+    "the share of the scene’s energy that its camera and register tokens hold."
 )
 
 PAGE_DPI = 110
@@ -78,7 +83,7 @@ def write_page(out: Path, folders: Sequence[str], note: str = "", scenes: str | 
 <h1>{TITLE}</h1>
 <p>A decoder reads the features of a vision transformer. The Jacobian J of its output with respect to the features of
 one layer says which changes of the features it notices: the singular values of J how many directions matter, its right
-singular vectors on which tokens they live. Every number below is a mean over images ± its standard error.</p>
+singular vectors on which tokens they live. Every number below is a mean over {unit(first)}s ± its standard error.</p>
 {warning}
 </header>
 {sections}
@@ -102,8 +107,7 @@ def _scenes(folder: Path) -> str:
 def _section(folder: Path) -> str:
     document, arrays = files.read_diagnosis(folder), files.read_importance(folder)
     layers = document["layers"]
-    height, width = document["size"]
-    count = len(document["image_files"])
+    of = unit(document)
     spectrum = _picture(lambda theme, dpi: spectrum_png(document, theme, dpi), "Spectrum of the Jacobian by layer")
     tokens = "\n".join(
         _picture(
@@ -114,18 +118,24 @@ def _section(folder: Path) -> str:
     )
     return f"""<section>
 <h2>{escape(short_name(document["model"]))} <span>→ {escape(document["decoder"])}</span></h2>
-<p class="facts">{count} image{"s" * (count != 1)} at {height}×{width} · {layers[0]["tokens"]} tokens of width
+<p class="facts">{samples(document)} · {_most(document)}{layers[0]["tokens"]} tokens of width
 {layers[0]["dim"]} · {layers[0]["output_size"]:,} output numbers · {escape(document["precision"])}</p>
-<div class="scroll">{_table(layers)}</div>
+<div class="scroll">{_table(layers, of)}</div>
 {_advice(layers)}
-<figure>{spectrum}<figcaption>{SPECTRUM_TEXT}</figcaption></figure>
-<figure>{tokens}<figcaption>{TOKENS_TEXT}</figcaption></figure>
+<figure>{spectrum}<figcaption>{SPECTRUM_TEXT.format(unit=of)}</figcaption></figure>
+<figure>{tokens}<figcaption>{VIEWS_TEXT if of == "scene" else TOKENS_TEXT}</figcaption></figure>
 {_convergence(layers)}
 </section>"""
 
 
-def _table(layers: list[dict[str, Any]]) -> str:
-    head = "".join(f"<th>{title}</th>" for title in _COLUMNS)
+def _most(document: dict[str, Any]) -> str:
+    """Scenes may differ in size; their layers tell the largest."""
+    shapes = {(scene["views"], *scene["size"]) for scene in document.get("scenes", [])}
+    return "up to " if len(shapes) > 1 else ""
+
+
+def _table(layers: list[dict[str, Any]], unit: str) -> str:
+    head = "".join(f"<th>{title.replace('image', unit)}</th>" for title in _COLUMNS)
     rows = "".join(
         "<tr>" + "".join(f"<td>{cell(layer)}</td>" for cell in _COLUMNS.values()) + "</tr>" for layer in layers
     )

@@ -55,9 +55,9 @@ class ProgressDisplay:
         self._end_stage()
         self._stage = self._bar.add_task(text, total=None, count="")
 
-    def start(self, layers: Sequence[str], images: int) -> None:
+    def start(self, layers: Sequence[str], images: int, unit: str = "images") -> None:
         self._layers = list(layers)
-        self.work("", len(layers) * images, "images")
+        self.work("", len(layers) * images, unit)
 
     def work(self, what: str, total: int, unit: str) -> None:
         """A bar for something else than layers, in place of the last one."""
@@ -85,7 +85,8 @@ class ProgressDisplay:
         self.done.append(name)
         self.current = None
         line = f"{name}: κ({result['rank_used']}) = {percent(result['kappa'])}, regime ({result['regime']})"
-        time = f"{count} image{'s' * (count != 1)} in {result['seconds']:.1f} s"
+        unit = self._unit.removesuffix("s") if count == 1 else self._unit
+        time = f"{count} {unit} in {result['seconds']:.1f} s"
         self._console.print(f"{line}, {time}", style="dim", markup=False)
 
     def _count(self) -> str:

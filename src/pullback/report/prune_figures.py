@@ -19,6 +19,7 @@ from pullback.report.canvas import (
     LIGHT,
     PictureGrid,
     Theme,
+    corner_note,
     plain_log_ticks,
     png,
     style,
@@ -103,7 +104,7 @@ def tokens_png(document: dict[str, Any], arrays: dict[str, np.ndarray], theme: T
             seen.imshow(pictures[image])
             for panel, axes in enumerate(shown):
                 _lay_fates_over(axes, pictures[image], fates[panel, image], partners[panel, image])
-                _corner_note(axes, plain(_known(arrays["values"][panel, image])))
+                corner_note(axes, plain(_known(arrays["values"][panel, image])))
         swatches = [
             Patch(facecolor=theme.faint, label="kept: the picture itself"),
             Patch(facecolor=_MERGED_TINT, label="merged along the line"),
@@ -135,7 +136,7 @@ def output_png(document: dict[str, Any], arrays: dict[str, np.ndarray], theme: T
             first.imshow(before[image], cmap=colours, norm=scale)
             for panel, axes in enumerate(shown):
                 axes.imshow(after[panel, image], cmap=colours, norm=scale)
-                _corner_note(axes, plain(_known(arrays["values"][panel, image])))
+                corner_note(axes, plain(_known(arrays["values"][panel, image])))
             _bar(grid, image, len(heads), ScalarMappable(scale, colours))
         what = f"output before and after, and {MEASURES[document['measure']]}"
         title_at_the_top(grid.figure, f"{_subject(document)}: {what}")
@@ -210,11 +211,6 @@ def _bar(grid: PictureGrid, row: int, column: int, colours: ScalarMappable) -> N
         plain_log_ticks(axes)
     bar.outline.set_visible(False)
     axes.tick_params(labelsize=7, pad=1)
-
-
-def _corner_note(axes: Axes, text: str) -> None:
-    box = {"facecolor": "black", "alpha": 0.55, "pad": 1.5, "lw": 0}
-    axes.text(0.03, 0.04, text, color="white", fontsize=7, transform=axes.transAxes, bbox=box)
 
 
 def _known(value: float) -> float | None:

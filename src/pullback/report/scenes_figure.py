@@ -12,6 +12,7 @@ from pullback.report.canvas import (
     LIGHT,
     PictureGrid,
     Theme,
+    corner_note,
     energy_scale,
     lay_energy_over,
     plain_log_ticks,
@@ -42,7 +43,7 @@ def scenes_png(arrays: dict[str, np.ndarray], theme: Theme = LIGHT, dpi: int = D
             _caption(seen, str(arrays["captions"][row]))
             for axes, depth in zip(shown[:2], depths, strict=True):
                 axes.imshow(depth[row], cmap=_DEPTH_COLOURS, norm=metres)
-            _corner_note(shown[1], f"AbsRel {arrays['abs_rel'][row]:.3f}")
+            corner_note(shown[1], f"AbsRel {arrays['abs_rel'][row]:.3f}")
             for axes, energy in zip(shown[2:], relative, strict=True):
                 lay_energy_over(axes, pictures[row], energy[row], scale)
         _bar(grid, 1, 2, ScalarMappable(metres, _DEPTH_COLOURS), "metres")
@@ -55,11 +56,6 @@ def _caption(axes: Axes, text: str) -> None:
     """Beside the picture, in two lines where there is a colon."""
     words = text.replace(": ", "\n")
     axes.text(-0.03, 0.5, words, rotation=90, ha="right", va="center", fontsize=8, transform=axes.transAxes)
-
-
-def _corner_note(axes: Axes, text: str) -> None:
-    box = {"facecolor": "black", "alpha": 0.55, "pad": 1.5, "lw": 0}
-    axes.text(0.03, 0.04, text, color="white", fontsize=7, transform=axes.transAxes, bbox=box)
 
 
 def _bar(grid: PictureGrid, first: int, columns: int, colours: ScalarMappable, label: str) -> None:

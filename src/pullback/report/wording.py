@@ -48,6 +48,33 @@ def times(value: float | None) -> str:
     return f"{value:,.0f}×" if value >= 100 else f"{value:.3g}×"
 
 
+def counted(count: int, unit: str) -> str:
+    """ "1 image", "2 images"."""
+    return f"{count} {unit}{'s' * (count != 1)}"
+
+
+def unit(document: dict[str, Any]) -> str:
+    """What a sample of a diagnosis is."""
+    return "scene" if "scenes" in document else "image"
+
+
+def sample_count(document: dict[str, Any]) -> int:
+    return len(document["scenes"] if "scenes" in document else document["image_files"])
+
+
+def samples(document: dict[str, Any]) -> str:
+    """ "3 images at 224×224", "2 scenes of 2 to 5 views, 518 wide"."""
+    words = counted(sample_count(document), unit(document))
+    if "scenes" in document:
+        views = [scene["views"] for scene in document["scenes"]]
+        low, high = min(views), max(views)
+        words += f" of {counted(low, 'view')}" if low == high else f" of {low} to {high} views"
+    if document["size"] is not None:
+        return f"{words} at {document['size'][0]}×{document['size'][1]}"
+    widths = sorted({scene["size"][1] for scene in document["scenes"]})
+    return f"{words}, {' or '.join(map(str, widths))} wide"
+
+
 def short_name(model: str) -> str:
     """A hub id as it is, of a folder its last part."""
     parts = [part for part in model.split("/") if part not in ("", ".", "..")]
