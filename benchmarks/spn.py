@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import time
 from pathlib import Path
 
@@ -19,12 +18,16 @@ from measure import machine, save
 
 import pullback as pb
 from pullback.learning.compute_targets import compute_table
-from pullback.learning.fit import FitConfig, Network
-from pullback.learning.fit_spn import SpnExamples, constant_subspace, natural_sensitivity_ratio, patch_alignment
-from pullback.learning.losses import alignment
+from pullback.learning.fit import FitConfig
+from pullback.learning.fit_spn import (
+    comparison_row,
+    constant_network,
+    constant_subspace,
+    example_scores,
+    natural_sensitivity_ratio,
+)
 from pullback.learning.spn import SpectralPullbackNetwork
 from pullback.learning.train_spn import held_out_modes, train_spn
-from pullback.operators import LowRankMetric
 
 RUNS = {
     "RandNLA q=1": {"supervision": "randnla", "power_iters": 1},
@@ -66,12 +69,12 @@ def main() -> None:
     known, _ = compute_table(probe, options.train, rank=options.rank, size=options.size, limit=count, keep_modes=True)
     assert known.modes is not None
     subspace = constant_subspace(known.modes.to(options.device), options.rank)
-    constant = per_image(lambda features: _constant(subspace, features), examples)
+    constant = example_scores(constant_network(subspace), examples)
     torch.manual_seed(options.seed)
     untrained = SpectralPullbackNetwork(examples.modes.shape[-1], options.rank, options.width).to(options.device).eval()
     rows = [
-        row("best constant subspace", constant, constant),
-        row("random init", per_image(untrained, examples), constant),
+        comparison_row("best constant subspace", constant, constant),
+        comparison_row("random init", example_scores(untrained, examples), constant),
     ]
     kappa = examples.singular_values.double().square().sum(1) / examples.total.double()
     content = {
@@ -106,39 +109,12 @@ def main() -> None:
             out=None if options.work is None else options.work / name.replace(" ", "-"),
             **RUNS[name],
         )
-        found = row(name, per_image(network, examples), constant)
+        found = comparison_row(name, example_scores(network, examples), constant)
         natural = natural_sensitivity_ratio(network, probe, examples)
         rows.append({**found, "natural_ratio": float(natural.mean()), "seconds": time.perf_counter() - begun})
         print(json.dumps(rows[-1]), flush=True)
         save(file, content, options.out)
     print(f"written: {save(file, content, options.out)}")
-
-
-@torch.no_grad()
-def per_image(network: Network, examples: SpnExamples, batch: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
-    """V_1 of each held-out image, over all tokens and over patches."""
-    whole, patches = [], []
-    for rows in torch.arange(len(examples)).split(batch):
-        modes = network(examples.features(rows)).modes
-        truth = examples.modes[rows].to(modes)
-        whole.append(alignment(modes, truth).cpu())
-        patches.append(patch_alignment(modes, truth, examples.prefix).cpu())
-    return torch.cat(whole), torch.cat(patches)
-
-
-def row(name: str, found: tuple[torch.Tensor, torch.Tensor], constant: tuple[torch.Tensor, torch.Tensor]) -> dict:
-    """Means, and the paired lead over the constant subspace with its 95 % interval."""
-    out: dict = {"network": name}
-    for label, values, base in zip(("v1", "v1_patches"), found, constant, strict=True):
-        lead = (values - base).double()
-        half = 1.96 * float(lead.std()) / math.sqrt(len(lead))
-        out |= {label: float(values.mean()), f"{label}_lead": float(lead.mean()), f"{label}_lead_half_width": half}
-    return out
-
-
-def _constant(subspace: torch.Tensor, features: torch.Tensor) -> LowRankMetric:
-    modes = subspace.expand(len(features), *subspace.shape)
-    return LowRankMetric(modes, modes.new_ones(modes.shape[:2]))
 
 
 if __name__ == "__main__":

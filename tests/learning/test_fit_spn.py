@@ -23,12 +23,17 @@ from learning.toys import (
     with_singular_values,
 )
 from pullback.errors import PullbackError, RankError
+from pullback.layout import TokenLayout
 from pullback.learning.fit import FitConfig, Share, fit
 from pullback.learning.fit_spn import (
+    ExampleScores,
     SpnExamples,
     SpnTask,
+    comparison_row,
+    constant_network,
     constant_scores,
     constant_subspace,
+    example_scores,
     natural_sensitivity_ratio,
     patch_alignment,
     spn_scores,
@@ -134,6 +139,31 @@ def test_patch_alignment_is_that_of_the_projectors_without_the_prefix_block(pref
     expected = [dense_alignment(x[:, prefix:], y[:, prefix:]) for x, y in zip(a, b, strict=True)]
     assert min(expected) > 0.1 and max(expected) < 0.95
     assert patch_alignment(a, b, prefix).tolist() == pytest.approx(expected, abs=1e-5)
+
+
+def test_every_view_of_a_scene_has_prefix_tokens_of_its_own():
+    """Only rows that the layout calls patches count, not all but the first few of the scene."""
+    layout = TokenLayout(prefix=2, grid=(1, 2), views=3)
+    shape = (IMAGES, RANK, layout.tokens, DIM)
+    a, b = (torch.linalg.qr(normal(*shape, seed=seed).flatten(2).mT).Q.mT.unflatten(-1, shape[2:]) for seed in (1, 2))
+    b = torch.linalg.qr((a + 0.5 * b).flatten(2).mT).Q.mT.unflatten(-1, shape[2:])
+    patches = layout.patch_mask()
+    expected = [dense_alignment(x[:, patches], y[:, patches]) for x, y in zip(a, b, strict=True)]
+    assert patch_alignment(a, b, layout.prefix, layout.views).tolist() == pytest.approx(expected, abs=1e-5)
+    assert patch_alignment(a, b, layout.prefix).tolist() != pytest.approx(expected, abs=1e-3)
+    scenes = SpnExamples(
+        lambda rows: rows, b, torch.ones(IMAGES, RANK), torch.ones(IMAGES), layout.prefix, layout.views
+    )
+    found = example_scores(lambda rows: LowRankMetric(a[rows], torch.ones(len(rows), RANK).double()), scenes, batch=2)
+    assert found.v1_patches.tolist() == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("views", [0, 5])
+def test_views_that_do_not_divide_the_tokens_are_refused(views):
+    modes = orthonormal(1, RANK)
+    assert TOKENS % 5
+    with pytest.raises(PullbackError, match=f"views: expected a number that divides the {TOKENS} tokens.*got {views}"):
+        patch_alignment(modes, modes, 1, views)
 
 
 def test_modes_that_agree_in_the_prefix_only_have_no_patch_alignment():
@@ -270,3 +300,33 @@ def test_for_a_linear_map_the_constant_is_perfect_and_a_trained_network_reaches_
     fitted = fit(tiny_spn(width=32), task, config)
     assert fitted.scores["v1"] > 0.9
     assert fitted.scores["natural_ratio"] == pytest.approx(fitted.scores["kappa"], rel=0.1)
+
+
+# ---- rows of a comparison
+
+
+def scores_of(v1: list[float], patches: list[float]) -> ExampleScores:
+    return ExampleScores(torch.tensor(v1), torch.tensor(patches), torch.zeros(len(v1)))
+
+
+def test_a_row_holds_the_paired_lead_with_its_interval():
+    """Paired: what all examples have in common cancels, so the interval is narrower than those of the two means."""
+    constant = scores_of([0.1, 0.5, 0.9], [0.2, 0.2, 0.2])
+    row = comparison_row("ours", scores_of([0.2, 0.6, 1.0], [0.1, 0.2, 0.3]), constant)
+    assert row["network"] == "ours" and row["v1"] == pytest.approx(0.6)
+    assert row["v1_lead"] == pytest.approx(0.1) and row["v1_lead_half_width"] == pytest.approx(0, abs=1e-6)
+    assert row["v1_patches_lead"] == pytest.approx(0, abs=1e-6)
+    assert row["v1_patches_lead_half_width"] == pytest.approx(4.3027 * 0.1 / math.sqrt(3), rel=1e-3), "t with 2 degrees"
+
+
+def test_a_single_example_has_a_lead_and_no_interval():
+    row = comparison_row("ours", scores_of([0.4], [0.4]), scores_of([0.1], [0.5]))
+    assert row["v1_lead"] == pytest.approx(0.3) and row["v1_lead_half_width"] is None
+
+
+def test_the_constant_network_says_the_same_everywhere(features, examples):
+    subspace = orthonormal(1, RANK)[0]
+    metric = constant_network(subspace)(features)
+    assert metric.modes.shape == (IMAGES, RANK, TOKENS, DIM) and torch.equal(metric.modes[1], subspace)
+    found = example_scores(constant_network(subspace), examples, batch=2)
+    assert found.v1.mean().item() == pytest.approx(constant_scores(subspace, examples)["v1"])

@@ -99,7 +99,7 @@ def test_two_copies_live_side_by_side_and_the_model_stays_as_it_was():
 
 
 def test_restoring_something_else_is_an_error():
-    with pytest.raises(ModelError, match=r"pruned: expected what pb.prune returned, got Dinov2Model"):
+    with pytest.raises(ModelError, match=r"pruned: expected what pb.prune or pb.prune_views returned, got Dinov2Model"):
         pb.restore(model_of("dinov2"))
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import pullback as pb
 from pullback.errors import ModelError, PullbackError
 from pullback.layout import TokenLayout
 from pullback.pruning import view_matching
@@ -193,3 +194,9 @@ def test_what_cannot_be_done_is_refused(model, images):
         PrunedVGGT(torch.nn.Linear(2, 2), view_plan("best", 0.5, [0], scope="global", depth=4), ["norm"], "global")
     with pytest.raises(PullbackError, match="expected one number per token"):
         prune_views(model, lambda tokens, context: tokens, ratio=0.5, stages=[0])(images)
+
+
+def test_a_vggt_is_sent_on_by_the_pruning_of_images_and_restored_like_other_models(model):
+    with pytest.raises(ModelError, match=r"transformers vision model, got VGGT.*use load_probe or prune_views"):
+        pb.prune(model, "norm", ratio=0.5, stages=[1])
+    assert pb.restore(pb.prune_views(model, "norm", ratio=0.5, stages=[1])) is model

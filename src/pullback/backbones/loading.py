@@ -50,11 +50,14 @@ def load_backbone(
 
 
 def _adapt(module: nn.Module, name: str) -> Backbone:
-    config = getattr(module, "config", None)
-    if config is None:
-        raise ModelError(f"model: expected a transformers vision model, got {name}, which has no config.")
+    model_type = getattr(getattr(module, "config", None), "model_type", None)
+    if model_type is None:
+        raise ModelError(
+            f"model: expected a transformers vision model, got {name}, which has no config with a model type. (A VGGT "
+            "takes scenes: use load_probe or prune_views.)"
+        )
     check_evaluation_mode(module, "model")
-    return family_of(config.model_type).adapt(module, name)
+    return family_of(model_type).adapt(module, name)
 
 
 def check_evaluation_mode(module: nn.Module, argument: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,10 @@ from pullback.learning.spn import orthonormal_columns
 from pullback.learning.supervision import Supervision
 from pullback.operators import JacobianOperator, LinearOperator, LowRankMetric
 from pullback.randnla import Streams, block_krylov
+from pullback.randnla.student import student_quantile
+
+MetricNetwork = Callable[[Tensor], LowRankMetric]
+"""Features [B, N, D] to the metric there."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,7 +31,8 @@ class SpnExamples:
     modes: Tensor  # [n, r, N, D]
     singular_values: Tensor  # [n, r]
     total: Tensor  # [n], |J|_F^2
-    prefix: int = 1
+    prefix: int = 1  # tokens of every view before its patches
+    views: int = 1  # of a scene, whose tokens follow each other view by view
 
     def __len__(self) -> int:
         return len(self.modes)
@@ -69,34 +75,58 @@ class SpnTask:
         return scores
 
 
+@dataclass(frozen=True, eq=False)
+class ExampleScores:
+    """One number per example [n], on the CPU."""
+
+    v1: Tensor  # over all tokens
+    v1_patches: Tensor  # over patch tokens alone
+    energy_share: Tensor  # what the predicted energies add up to, of |J|_F^2
+
+
 @torch.no_grad()
-def spn_scores(
-    network: Callable[[Tensor], LowRankMetric], examples: SpnExamples, *, batch: int = 16
-) -> dict[str, float]:
+def example_scores(network: MetricNetwork, examples: SpnExamples, *, batch: int = 16) -> ExampleScores:
+    """V_1 of every example, and its predicted energies against the exact total."""
+    whole, patches, share = [], [], []
+    for rows in torch.arange(len(examples)).split(batch):
+        metric = network(examples.features(rows))
+        truth = examples.modes[rows].to(metric.modes)
+        whole.append(alignment(metric.modes, truth).cpu())
+        patches.append(patch_alignment(metric.modes, truth, examples.prefix, examples.views).cpu())
+        share.append(metric.energies.sum(1).cpu() / examples.total[rows].cpu())
+    return ExampleScores(torch.cat(whole), torch.cat(patches), torch.cat(share))
+
+
+def spn_scores(network: MetricNetwork, examples: SpnExamples, *, batch: int = 16) -> dict[str, float]:
     """V_1 over all tokens and without the prefix (CLS) block, with standard errors over images, and how far the
     predicted energies are from the exact ones: the share of the total that they add up to, against kappa_cap."""
-    rows_of = torch.arange(len(examples)).split(batch)
-    whole, patches, ratio = [], [], []
-    for rows in rows_of:
-        metric = network(examples.features(rows))
-        device = metric.modes.device
-        truth = examples.modes[rows].to(device, metric.modes.dtype)
-        whole.append(alignment(metric.modes, truth))
-        patches.append(patch_alignment(metric.modes, truth, examples.prefix))
-        ratio.append(metric.energies.sum(1) / examples.total[rows].to(device))
+    found = example_scores(network, examples, batch=batch)
     kappa = examples.singular_values.double().square().sum(1) / examples.total.double()
     return {
-        **_mean_and_error("v1", torch.cat(whole)),
-        **_mean_and_error("v1_patches", torch.cat(patches)),
-        "score": float(torch.cat(whole).mean()),
-        "sensitivity_ratio": float(torch.cat(ratio).mean()),
+        **_mean_and_error("v1", found.v1),
+        **_mean_and_error("v1_patches", found.v1_patches),
+        "score": float(found.v1.mean()),
+        "sensitivity_ratio": float(found.energy_share.mean()),
         "kappa": float(kappa.mean()),
     }
 
 
+def comparison_row(name: str, found: ExampleScores, constant: ExampleScores) -> dict[str, Any]:
+    """Mean V_1 of a network, and its paired lead over the constant subspace with half the width of its 95 % interval:
+    t_{0.975, n-1} std(lead) / sqrt(n), None for a single example."""
+    row: dict[str, Any] = {"network": name}
+    for label in ("v1", "v1_patches"):
+        values = getattr(found, label).double()
+        lead = values - getattr(constant, label).double()
+        count = len(lead)
+        half = student_quantile(0.975, count - 1) * float(lead.std()) / count**0.5 if count > 1 else None
+        row |= {label: float(values.mean()), f"{label}_lead": float(lead.mean()), f"{label}_lead_half_width": half}
+    return row
+
+
 @torch.no_grad()
 def natural_sensitivity_ratio(
-    network: Callable[[Tensor], LowRankMetric],
+    network: MetricNetwork,
     probe: Probe,
     examples: SpnExamples,
     *,
@@ -114,10 +144,16 @@ def natural_sensitivity_ratio(
     return torch.cat(ratios)
 
 
-def patch_alignment(modes: Tensor, truth: Tensor, prefix: int) -> Tensor:
-    """V_1 of the two subspaces restricted to the patch tokens [B]: the block of the CLS token, where most of the energy
-    of late modes sits, would hide the rest."""
-    spans = [orthonormal_columns(m[:, :, prefix:].flatten(2).mT.float()).mT for m in (modes, truth)]
+def patch_alignment(modes: Tensor, truth: Tensor, prefix: int, views: int = 1) -> Tensor:
+    """V_1 of the two subspaces [B, r, N, D] restricted to the patch tokens [B]: the block of the CLS token, where most
+    of the energy of late modes sits, would hide the rest. Each of ``views`` begins with ``prefix`` such tokens."""
+    if views < 1 or modes.shape[2] % views:
+        raise PullbackError(
+            f"views: expected a number that divides the {modes.shape[2]} tokens of a scene, got {views}. Take it from "
+            "probe.token_layout(features)."
+        )
+    own = [m.unflatten(2, (views, -1))[:, :, :, prefix:].flatten(2) for m in (modes, truth)]  # [B, r, patches D]
+    spans = [orthonormal_columns(m.mT.float()).mT for m in own]
     return (spans[0] @ spans[1].mT).square().sum((1, 2)) / truth.shape[1]
 
 
@@ -145,14 +181,19 @@ def constant_subspace(modes: Tensor, rank: int, *, seed: int = 0) -> Tensor:
     return found.right[0].mT.unflatten(-1, modes.shape[2:])
 
 
-def constant_scores(subspace: Tensor, examples: SpnExamples, *, batch: int = 16) -> dict[str, float]:
-    """The same scores for one subspace [r, N, D] for every image."""
+def constant_network(subspace: Tensor) -> MetricNetwork:
+    """One subspace [r, N, D] for every image, with energies of 1."""
 
     def network(features: Tensor) -> LowRankMetric:
         modes = subspace.to(features.device).expand(len(features), *subspace.shape)
         return LowRankMetric(modes, modes.new_ones(modes.shape[:2]))
 
-    scores = spn_scores(network, examples, batch=batch)
+    return network
+
+
+def constant_scores(subspace: Tensor, examples: SpnExamples, *, batch: int = 16) -> dict[str, float]:
+    """The same scores for one subspace [r, N, D] for every image."""
+    scores = spn_scores(constant_network(subspace), examples, batch=batch)
     return {name: value for name, value in scores.items() if name != "sensitivity_ratio"}
 
 

@@ -6,6 +6,7 @@ from pullback.pruning.matching import Matching
 from pullback.pruning.plan import PrunePlan, preset
 from pullback.pruning.run import PrunedRun, StageRecord, run_pruned
 from pullback.pruning.scores import SCORES, as_score
+from pullback.pruning.vggt import PrunedScenes, PrunedVGGT, Scope, prune_views, view_plan
 
 __all__ = [
     "SCORES",
@@ -14,12 +15,17 @@ __all__ = [
     "PrunePlan",
     "PrunedModel",
     "PrunedRun",
+    "PrunedScenes",
+    "PrunedVGGT",
+    "Scope",
     "Score",
     "ScoreContext",
     "StageRecord",
     "as_score",
     "preset",
     "prune",
+    "prune_views",
     "restore",
     "run_pruned",
+    "view_plan",
 ]

@@ -17,6 +17,7 @@ from pullback.pruning.outputs import assembler
 from pullback.pruning.plan import PrunePlan
 from pullback.pruning.plan import preset as named_plan
 from pullback.pruning.run import PrunedRun, forward, prepared
+from pullback.pruning.vggt import PrunedVGGT
 
 Choice = str | nn.Module | Score
 logger = logging.getLogger(__name__)
@@ -136,6 +137,6 @@ def prune(
 
 def restore(pruned: nn.Module) -> nn.Module:
     """The model that was pruned, exactly as it was."""
-    if not isinstance(pruned, PrunedModel):
-        raise ModelError(f"pruned: expected what pb.prune returned, got {type(pruned).__name__}.")
+    if not isinstance(pruned, (PrunedModel, PrunedVGGT)):
+        raise ModelError(f"pruned: expected what pb.prune or pb.prune_views returned, got {type(pruned).__name__}.")
     return pruned.model
