@@ -2,8 +2,35 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
+from pullback.backbones import Backbone
+from pullback.backbones.vggt import SceneBackbone
 from pullback.decoders import Decoder
 from pullback.errors import DecoderError
+
+
+class AtLayer:
+    """What the probes of one layer have in common, whatever they are made of."""
+
+    backbone: Backbone | SceneBackbone
+    decoder: Decoder
+    layer: int
+    read_probe_layer: bool
+
+    def __post_init__(self) -> None:
+        self.backbone.check_layer(self.layer)
+        for layer in self.decoder.layers:
+            self.backbone.check_layer(layer)
+        following_layers(self.decoder, self.layer, self.read_probe_layer)
+
+    @cached_property
+    def _following(self) -> tuple[int, ...]:
+        return following_layers(self.decoder, self.layer, self.read_probe_layer)
+
+    @property
+    def name(self) -> str:
+        return f"{self.backbone.name} {self.decoder.name} L{self.layer:02d}"
 
 
 def following_layers(decoder: Decoder, layer: int, read_probe_layer: bool) -> tuple[int, ...]:

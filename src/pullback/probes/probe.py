@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from pullback.decoders import Decoder, OutputMetric, TaskDistance, factor_at
 from pullback.errors import ShapeError
 from pullback.layout import TokenLayout
 from pullback.probes.features import Features
-from pullback.probes.following import following_layers
+from pullback.probes.following import AtLayer
 from pullback.probes.linearization import DecoderTail, ProbeLinearization, Tap
 
 # images per forward pass when features are computed
@@ -55,7 +54,7 @@ class WithImages:
 
 
 @dataclass(frozen=True)
-class ProbeMap(WithImages):
+class ProbeMap(AtLayer, WithImages):
     """psi_l = distance(decoder(blocks l+1, ..., L-1 (F^l))), and L^T of an output metric in front of its Jacobian.
 
     Layers that the decoder reads above l follow a change of F^l, layers below stay what the image made them. Whether
@@ -69,20 +68,6 @@ class ProbeMap(WithImages):
     distance: TaskDistance | None = None
     output_metric: OutputMetric | None = None
     read_probe_layer: bool = True
-
-    def __post_init__(self) -> None:
-        self.backbone.check_layer(self.layer)
-        for layer in self.decoder.layers:
-            self.backbone.check_layer(layer)
-        following_layers(self.decoder, self.layer, self.read_probe_layer)
-
-    @cached_property
-    def _following(self) -> tuple[int, ...]:
-        return following_layers(self.decoder, self.layer, self.read_probe_layer)
-
-    @property
-    def name(self) -> str:
-        return f"{self.backbone.name} {self.decoder.name} L{self.layer:02d}"
 
     def token_layout(self, features: Tensor) -> TokenLayout:
         """Where the tokens of these features sit."""

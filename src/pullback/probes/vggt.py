@@ -23,7 +23,7 @@ from pullback.decoders.scene import build_scene_decoder
 from pullback.errors import PullbackError, ShapeError
 from pullback.layout import TokenLayout
 from pullback.probes.features import Features
-from pullback.probes.following import following_layers
+from pullback.probes.following import AtLayer
 from pullback.probes.vggt_linearization import SceneLinearization, tangent_cost
 
 FEATURE_VIEWS = 32
@@ -100,7 +100,7 @@ class OfScenes:
 
 
 @dataclass(frozen=True)
-class SceneProbe(OfScenes):
+class SceneProbe(AtLayer, OfScenes):
     """psi_l = distance(decoder(blocks l+1, ..., L-1 (F^l))), F^l [B, N, C] the tokens after global block l.
 
     Taps above l follow a change of F^l, taps below stay what the images made them. When the decoder reads layer l
@@ -115,24 +115,10 @@ class SceneProbe(OfScenes):
     output_metric: OutputMetric | None = None
     read_probe_layer: bool = True
 
-    def __post_init__(self) -> None:
-        self.backbone.check_layer(self.layer)
-        for layer in self.decoder.layers:
-            self.backbone.check_layer(layer)
-        following_layers(self.decoder, self.layer, self.read_probe_layer)
-
-    @cached_property
-    def _following(self) -> tuple[int, ...]:
-        return following_layers(self.decoder, self.layer, self.read_probe_layer)
-
     @cached_property
     def _held(self) -> tuple[int, ...]:
         """Layers of which the decoder reads something that does not follow."""
         return tuple(sorted({layer for layer in self.decoder.layers if layer <= self.layer}))
-
-    @property
-    def name(self) -> str:
-        return f"{self.backbone.name} {self.decoder.name} L{self.layer:02d}"
 
     @torch.no_grad()
     def features(self, images: Tensor) -> Tensor:
