@@ -41,6 +41,7 @@ from pullback.learning.train_spn import origin_of
 from pullback.probes import ProbeMap
 
 VARIATIONS = {"strong": STRONG, "crops": CROPS}
+SEEN = 200  # training images on which heads are judged too
 HEADS = ("3:128", "3:256", "3:512", "3:256x2", "3:512x2", "6:256", "6:256x2", "10:256")
 
 
@@ -127,8 +128,12 @@ def main() -> None:
     content["curve"] = curve
     del task, block
     content["heads"] = {}
+    seen = [
+        training_examples(probes[layer], pictures[:SEEN], options.size, held_out[place].prefix)
+        for place, layer in enumerate(layers)
+    ]
     for name, (place, head) in _members(group).items():
-        content["heads"][name] = report(head.eval(), held_out[place], norms[place])
+        content["heads"][name] = report(head.eval(), held_out[place], norms[place], seen[place])
         keep(head, probes[layers[place]], options, content["heads"][name]["importance"], name, "block-norm")
     save(options.name, content, options.out)
 
@@ -136,7 +141,7 @@ def main() -> None:
         layer = specs[name][0]
         place, key = layers.index(layer), name.replace(":", "-")
         head = refined(probes[layer], group.head(key), pictures, held_out[place], options, content, key)
-        content["heads"][f"{key} refined"] = report(head, held_out[place], norms[place])
+        content["heads"][f"{key} refined"] = report(head, held_out[place], norms[place], seen[place])
         keep(head, probes[layer], options, content["heads"][f"{key} refined"]["importance"], key, "importance")
     content["cost"] = {size: costs(size, options.device) for size in ("small", "base") if options.device == "cuda"}
     print(json.dumps({name: content[name] for name in ("heads", "cost", "targets_per_second")}, indent=1))
@@ -152,14 +157,10 @@ def baselines(
     size: int,
 ) -> dict[str, Any]:
     """The mean block-norm map of the plain training pictures, and the held-out block norms themselves, against imp*."""
-    edge = (pictures.shape[-1] - size) // 2
-    plain = pictures[:, :, edge : edge + size, edge : edge + size]
-    wanted = probe.backbone.preprocessing
-    mean, std = (torch.tensor(v, device=plain.device).view(3, 1, 1) for v in (wanted.mean, wanted.std))
+    plain = plain_crops(probe, pictures, size)
     generator = torch.Generator(plain.device).manual_seed(0)
     maps = [
-        block_norms_of_layers(probe, (part.float() / 255 - mean) / std, layers, num_probes=4, generator=generator)[1]
-        for part in plain.split(200)
+        block_norms_of_layers(probe, part, layers, num_probes=4, generator=generator)[1] for part in plain.split(200)
     ]
     joined = torch.cat(maps, 1)
     out = {}
@@ -174,12 +175,35 @@ def baselines(
     return out
 
 
-def report(head: ImportanceHead, held_out: HeadExamples, norms: Tensor) -> dict[str, Any]:
-    """rho against imp* and against block norms."""
+def plain_crops(probe: ProbeMap, pictures: Tensor, size: int) -> Tensor:
+    """The middle of pictures [n, 3, 256, 256] uint8, as the backbone wants them: [n, 3, size, size]."""
+    edge = (pictures.shape[-1] - size) // 2
+    plain = pictures[:, :, edge : edge + size, edge : edge + size].float() / 255
+    wanted = probe.backbone.preprocessing
+    mean, std = (torch.tensor(v, device=plain.device).view(3, 1, 1) for v in (wanted.mean, wanted.std))
+    return (plain - mean) / std
+
+
+def training_examples(probe: ProbeMap, pictures: Tensor, size: int, prefix: int, probes: int = 32) -> HeadExamples:
+    """Plain training pictures with block norms to a few per cent: what a head does better there than on held-out
+    images is what more pictures could bring."""
+    generator = torch.Generator(pictures.device).manual_seed(1)
+    crops = plain_crops(probe, pictures, size)
+    parts = [
+        block_norms_of_layers(probe, part, (probe.layer,), num_probes=probes, generator=generator)
+        for part in crops.split(50)
+    ]
+    features, norms = (torch.cat([part[k][0] for part in parts]) for k in (0, 1))
+    return HeadExamples.kept(features, norms, prefix)
+
+
+def report(head: ImportanceHead, held_out: HeadExamples, norms: Tensor, seen: HeadExamples) -> dict[str, Any]:
+    """rho against imp* and against block norms, and against block norms of images that it was trained on."""
     return {
         "parameters": sum(parameter.numel() for parameter in head.parameters()),
         "importance": head_scores(head, held_out),
         "block norms": head_scores(head, replace(held_out, target=norms)),
+        "block norms of training images": head_scores(head, seen),
     }
 
 
