@@ -60,6 +60,8 @@ def main() -> None:
     parser.add_argument("--steps-per-block", type=int, default=32)
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--hint-weight", type=float, default=0.3)
+    parser.add_argument("--dropout", type=float, default=0.0, help="of the entries of the features, in stage 1")
+    parser.add_argument("--weight-decay", type=float, default=0.05, help="in stage 1")
     parser.add_argument("--validate-every", type=int, default=160)
     parser.add_argument("--variation", default="strong", choices=list(VARIATIONS))
     parser.add_argument("--judge", default="exact", help="method of the held-out targets: auto for dense decoders")
@@ -118,12 +120,13 @@ def main() -> None:
         steps=options.steps,
         batch=options.batch,
         learning_rate=options.learning_rate,
+        weight_decay=options.weight_decay,
         ema=0.995,
         validate_every=options.validate_every,
         precision="bf16" if options.device == "cuda" else "float32",
         seed=options.seed,
     )
-    task = GroupTask(stream, held_out, group, options.steps_per_block, options.hint_weight)
+    task = GroupTask(stream, held_out, group, options.steps_per_block, options.hint_weight, options.dropout)
     fit(group, task, config, on_step=watch)
     content["curve"] = curve
     del task, block

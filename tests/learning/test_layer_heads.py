@@ -10,7 +10,7 @@ from families import seeded_vit
 from pullback import load_probe
 from pullback.decoders import Decoder
 from pullback.errors import PullbackError
-from pullback.learning.fit import FitConfig, fit
+from pullback.learning.fit import FitConfig, Share, fit
 from pullback.learning.fit_head import HeadExamples
 from pullback.learning.layer_heads import (
     GroupConfig,
@@ -137,3 +137,25 @@ def test_a_block_needs_at_least_one_step(probe):
     group, task = group_and_task(probe)
     with pytest.raises(PullbackError, match="steps_per_block: expected at least 1, got 0"):
         GroupTask(task.blocks, task.held_out, group, 0)
+
+
+def test_dropout_hides_entries_in_training_alone_and_by_draws_of_the_step(probe):
+    group, task = group_and_task(probe)
+    dropping = GroupTask(task.blocks, task.held_out, group, 3, dropout=0.5)
+    seen = []
+
+    def network(features):
+        seen.append(features)
+        return group(features)
+
+    share = Share(batch=3)
+    plain, once, again = (
+        one.loss(network, 0, share, torch.Generator().manual_seed(5))[0].item() for one in (task, dropping, dropping)
+    )
+    assert once == again != plain
+    hidden = seen[1] == 0
+    assert 0.45 < hidden.float().mean() < 0.55
+    torch.testing.assert_close(seen[1][~hidden], 2 * seen[0][~hidden])
+    assert dropping.validate(group) == task.validate(group)
+    with pytest.raises(PullbackError, match="dropout: expected a share from 0 up to, but without, 1, got 1"):
+        GroupTask(task.blocks, task.held_out, group, 3, dropout=1.0)

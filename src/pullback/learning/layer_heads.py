@@ -184,23 +184,29 @@ class HeadGroup(Pretrained):
 
 @dataclass(eq=False)
 class GroupTask:
-    """A `Task`: every head against the block norms of its layer, judged by the exact importance of held-out images."""
+    """A `Task`: every head against the block norms of its layer, judged by the exact importance of held-out images.
+
+    ``dropout`` of the entries of the features, against learning the training pictures by heart.
+    """
 
     blocks: Callable[[int], LayerBlock]
     held_out: Sequence[HeadExamples]  # one per layer of the stream
     group: HeadGroup
     steps_per_block: int
     hint_weight: float = 0.3
+    dropout: float = 0.0
     _current: CurrentBlock[LayerBlock] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        if not 0 <= self.dropout < 1:
+            raise PullbackError(f"dropout: expected a share from 0 up to, but without, 1, got {self.dropout}.")
         self._current = CurrentBlock(self.blocks, self.steps_per_block)
 
     def loss(self, network: Network, step: int, share: Share, generator: torch.Generator) -> Losses:
         block = self._current.at(step)
         rows = share.of(torch.randint(block.hints.shape[0], (share.batch,), generator=generator))
         rows = rows.to(block.features.device)
-        found = network(block.features[:, rows].float())
+        found = network(self._dropped(block.features[:, rows].float(), generator))
         hints = block.hints[rows].float()
         losses = []
         for name, place, _, _ in self.group.config.heads:
@@ -208,6 +214,15 @@ class GroupTask:
             helped = (guess.float() - hints).square().mean()
             losses.append(order_loss(scores, block.norms[place, rows]) + self.hint_weight * helped)
         return torch.stack(losses).sum(), {}
+
+    def _dropped(self, features: Tensor, generator: torch.Generator) -> Tensor:
+        """By draws that follow from the step, so that a run that goes on has the same ones."""
+        if not self.dropout:
+            return features
+        seed = int(torch.randint(1 << 62, (), generator=generator))
+        draws = torch.Generator(features.device).manual_seed(seed)
+        kept = torch.rand(features.shape, generator=draws, device=features.device) >= self.dropout
+        return features * kept / (1 - self.dropout)
 
     def validate(self, network: Network) -> Mapping[str, float]:
         """Of every head; the mean of their rho decides."""
