@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pullback.learning.exact_modes import all_eigenpairs, exact_modes, gram_and_rows, leading_eigenpairs
+from pullback.learning.exact_modes import _high_power, all_eigenpairs, exact_modes, gram_and_rows, leading_eigenpairs
 from pullback.operators import DenseOperator
 from pullback.randnla import exact_svd
 
@@ -41,6 +41,16 @@ def test_samples_of_a_batch_do_not_disturb_each_other():
     together = leading_eigenpairs(mixed, RANK)[0]
     alone = torch.cat([leading_eigenpairs(part, RANK)[0] for part in mixed.split(1)])
     torch.testing.assert_close(together, alone, rtol=1e-8, atol=1e-12)
+
+
+def test_powers_of_a_matrix_have_a_number_however_steep_its_spectrum_is():
+    matrices = symmetric(SPECTRA["decaying"])
+    for ratio in (1.0, 1e5, 1e200, float("inf"), -1.0):
+        found = _high_power(matrices, ratio)
+        assert found.isfinite().all()
+        vectors = all_eigenpairs(matrices, 3)[1]
+        turned = found @ vectors
+        torch.testing.assert_close(turned[..., 0], vectors[..., 0] * (vectors * turned).sum(1)[:, :1])
 
 
 @pytest.mark.parametrize(("rank", "size"), [(30, SIZE), (4, 40)])

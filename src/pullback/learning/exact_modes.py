@@ -13,12 +13,15 @@ allow high powers. Samples that do not get there, or have fewer than 32 directio
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from pullback.operators import LinearOperator
 from pullback.operators.precision import matmul_precision
 from pullback.randnla import Svd
+from pullback.randnla.orthonormal import cholesky_qr
 from pullback.randnla.svd import check_rank
 
 _COLUMNS, _SPARE = 32, 4
@@ -101,9 +104,10 @@ def _iterate(matrices: Tensor, rank: int, tol: float) -> tuple[Tensor, Tensor, T
 
 
 def _high_power(matrices: Tensor, ratio: float) -> Tensor:
-    """G^k, scaled, with the highest k = 2^s for which ratio^k stays below `_SPREAD`."""
+    """G^k, scaled, with the highest k = 2, 4, 8, ... for which ratio^k stays below `_SPREAD`, and at least 2."""
+    spread = math.log(ratio) if 0 < ratio < math.inf else math.inf  # its powers may have no number
     for squarings in range(_SQUARINGS):
-        if squarings and ratio**2 ** (squarings + 1) > _SPREAD:
+        if squarings and 2 ** (squarings + 1) * spread > math.log(_SPREAD):
             break
         matrices = matrices @ matrices
         matrices = matrices / matrices.diagonal(dim1=1, dim2=2).sum(1)[:, None, None].clamp_min(1e-300)
@@ -111,15 +115,9 @@ def _high_power(matrices: Tensor, ratio: float) -> Tensor:
 
 
 def _orthonormal(columns: Tensor) -> Tensor:
-    """Cholesky QR twice; NaN where the columns are dependent. QR proper is slow for batches on a GPU, and so is a
-    triangular solve with long columns: the small factor is inverted instead."""
-    columns = columns / torch.linalg.vector_norm(columns, dim=1, keepdim=True)
-    one = torch.eye(columns.shape[2], dtype=columns.dtype, device=columns.device)
-    for _ in range(2):
-        factor, failed = torch.linalg.cholesky_ex(columns.mT @ columns)
-        inverse = torch.linalg.solve_triangular(factor, one.expand_as(factor), upper=False)
-        columns = torch.where((failed == 0)[:, None, None], columns @ inverse.mT, torch.nan)
-    return columns
+    """NaN where the columns are dependent."""
+    basis, trusted = cholesky_qr(columns)
+    return torch.where(trusted[:, None, None], basis, torch.nan)
 
 
 def all_eigenpairs(matrices: Tensor, rank: int) -> tuple[Tensor, Tensor]:

@@ -32,19 +32,25 @@ def orthonormalize(columns: Tensor, against: Tensor | None = None, *, threshold:
 
 def qr_basis(columns: Tensor) -> Tensor:
     """The Q of a QR of columns [B, n, b] with a positive diagonal of R, in order: the first j span what the first j of
-    ``columns`` do. Q = X R^-1 with X^T X = R^T R, twice for its last digits; by Householder reflections where columns
-    depend on each other too much for that.
-    """
-    basis, whole = columns.double(), True
+    ``columns`` do. By Householder reflections where columns depend on each other too much for `cholesky_qr`."""
+    basis, trusted = cholesky_qr(columns)
+    return basis.to(columns.dtype) if bool(trusted.all()) else _householder(columns)
+
+
+def cholesky_qr(columns: Tensor) -> tuple[Tensor, Tensor]:
+    """(Q [B, n, b] in float64, whether it can be trusted [B]): Q = X R^-1 with X^T X = R^T R, twice for its last
+    digits. The small factor is inverted, since a triangular solve with long columns is slow on a GPU too."""
+    basis = columns.double()
+    trusted = torch.ones(len(columns), dtype=torch.bool, device=columns.device)
     for _ in range(2):
         lengths = torch.linalg.vector_norm(basis, dim=1, keepdim=True)
         basis = basis / torch.where(lengths > 0, lengths, 1.0)
         lower, failed = torch.linalg.cholesky_ex(basis.mT @ basis)
         # an entry that is all rounding: the Gram matrix cannot tell this direction from those before it
-        whole = whole & (failed == 0).all() & (lower.diagonal(dim1=1, dim2=2) > _SHORTEST).all()
+        trusted = trusted & (failed == 0) & (lower.diagonal(dim1=1, dim2=2) > _SHORTEST).all(1)
         eye = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device)
         basis = basis @ torch.linalg.solve_triangular(lower, eye.expand_as(lower), upper=False).mT
-    return basis.to(columns.dtype) if bool(whole) else _householder(columns)
+    return basis, trusted
 
 
 def _householder(columns: Tensor) -> Tensor:
