@@ -11,7 +11,7 @@ from pullback.errors import ModelError, PullbackError
 from pullback.learning.head import HeadConfig, ImportanceHead
 from pullback.learning.origin import Origin
 from pullback.pruning import PrunePlan, preset, run_pruned
-from pullback.pruning.matching import cosines, residuals, rows
+from pullback.pruning.matching import cosines, removal_costs, residuals, rows
 
 LAST = 5
 
@@ -224,6 +224,14 @@ def test_heads_are_checked(backbone, images):
         run_pruned(backbone, images, PLANS["paper"], ["norm"], layers=[LAST])
     with pytest.raises(PullbackError, match="stages: expected blocks from 0 to 4"):
         run_pruned(backbone, images, preset("best", 0.4, [5]), ["norm"], layers=[LAST])
+
+
+def test_trust_says_how_much_the_score_counts_against_the_distance():
+    scores, away = torch.tensor([[4.0, 9.0, -4.0]]), torch.tensor([[1.0, 2.0, 3.0]])
+    for trust, expected in ((1.0, [4.0, 18.0, -12.0]), (0.5, [2.0, 6.0, -6.0]), (0.0, [1.0, 2.0, -3.0])):
+        torch.testing.assert_close(removal_costs(scores, away, trust), torch.tensor([expected]))
+    with pytest.raises(PullbackError, match="trust: expected a power of the score, 0 or more, got -1"):
+        replace(PLANS["best"], trust=-1.0)
 
 
 def test_the_cost_of_a_token_is_its_score_times_the_way_to_its_partner():

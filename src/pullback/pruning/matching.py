@@ -140,6 +140,11 @@ def residuals(tokens: Tensor, scores: Tensor, allowed: Tensor, cosine: Tensor) -
     return torch.where(best > NOBODY, torch.minimum(away, own), own)
 
 
+def removal_costs(scores: Tensor, distances: Tensor, trust: float) -> Tensor:
+    """score^trust x distance [B, N]; the sign of a score stays."""
+    return scores.sign() * scores.abs() ** trust * distances
+
+
 def match_by_cosine(
     cosine: Tensor, kept: Tensor, removed: Tensor, allowed: Tensor, gate: float
 ) -> tuple[Tensor, Tensor]:

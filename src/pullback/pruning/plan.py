@@ -21,8 +21,8 @@ class PrunePlan:
     """Stage l acts on F^l, the output of block l, so block l + 1 is the first that sees fewer tokens.
 
     ``shares``: of the original patch tokens, removed at each stage; together they are the prune ratio.
-    ``select``: the lowest scores go, or the lowest products of score and distance to the partner (the two factors of
-    `eq:pruning_bound`).
+    ``select``: the lowest scores go, or the lowest score^trust x distance to the partner. With ``trust`` = 1 these are
+    the two factors of `eq:pruning_bound`; less of it lets the distance count for more.
     ``match``: the partner of a removed token is the nearest kept one by d_task (`eq:dtask`) or by cosine, or by cosine
     in ToMe's second set or on a strided grid; "none" drops what is removed.
     ``gates``: for each stage the cosine under which a token is dropped rather than merged.
@@ -43,6 +43,7 @@ class PrunePlan:
     safe: bool = False
     reinsert: Reinsert = "none"
     fuse_last: bool = False
+    trust: float = 1.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stages", tuple(self.stages))
@@ -77,6 +78,8 @@ class PrunePlan:
             if getattr(self, name) not in get_args(allowed):
                 words = ", ".join(get_args(allowed))
                 raise PullbackError(f"{name}: expected one of {words}, got {getattr(self, name)!r}.")
+        if not (math.isfinite(self.trust) and self.trust >= 0):
+            raise PullbackError(f"trust: expected a power of the score, 0 or more, got {self.trust}.")
         if self.fuse_last and self.reinsert == "none":
             raise PullbackError("fuse_last: removed tokens must come back for it; set reinsert to frozen or drift.")
 
@@ -149,8 +152,8 @@ def preset(
 
 
 def _best(stages: tuple[int, ...], shares: tuple[float, ...], dense: bool, depth: int) -> PrunePlan:
-    """Tokens are chosen by score times distance to their partner, merged with the score as weight, and counted by size
-    in later attention. Dense decoders get all of them back: there every token has a partner."""
+    """Tokens are chosen by score^trust times distance to their partner, merged with the score as weight, and counted by
+    size in later attention. Dense decoders get all of them back: there every token has a partner."""
     gates = tuple(0.6 if depth / 3 <= stage < 2 * depth / 3 else 0.7 for stage in stages)
-    plan = PrunePlan(stages, shares, select="cost", match="cosine", gates=gates, sizes=True, safe=True)
-    return replace(plan, gates=(), reinsert="drift", fuse_last=True) if dense else plan
+    plan = PrunePlan(stages, shares, select="cost", match="cosine", gates=gates, sizes=True, safe=True, trust=0.3)
+    return replace(plan, gates=(), reinsert="drift", fuse_last=True, trust=0.7) if dense else plan

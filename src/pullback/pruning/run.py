@@ -18,6 +18,7 @@ from pullback.pruning.matching import (
     lowest,
     match_by_cosine,
     match_by_task,
+    removal_costs,
     residuals,
     rows,
 )
@@ -140,7 +141,9 @@ def decide(
         nobody = torch.zeros_like(removed)  # nothing is merged, nothing follows
         return Matching(kept, removed, nobody, nobody.bool()), context.sizes
     allowed, cosine = _destinations(tokens, context, plan), cosines(tokens)
-    ranking = scores if plan.select == "score" else scores * residuals(tokens, scores, allowed, cosine)
+    ranking = scores
+    if plan.select == "cost":
+        ranking = removal_costs(scores, residuals(tokens, scores, allowed, cosine), plan.trust)
     kept, removed = lowest(ranking, count, context.prefix)
     if plan.match == "task":
         assert modes is not None

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pullback.pruning.matching import ALIGNED, NOBODY, artifacts, lowest, most_similar, ranks, rows
+from pullback.pruning.matching import ALIGNED, NOBODY, artifacts, lowest, most_similar, ranks, removal_costs, rows
 from pullback.pruning.plan import PrunePlan
 
 CHUNK_NUMBERS = 1 << 27  # cosines that exist at a time
@@ -77,7 +77,7 @@ def group_tokens(
     tokens, scores = tokens[:, order], scores[:, order].float()
     allowed = _destinations(tokens, plan, prefix, grid[order])
     if plan.select == "cost":
-        scores = scores * residuals(tokens, scores, allowed)
+        scores = removal_costs(scores, residuals(tokens, scores, allowed), plan.trust)
     kept, removed = lowest(scores, count, prefix)
     if not count or (plan.match == "none" and plan.reinsert == "frozen"):
         group, merged = torch.zeros_like(removed), torch.zeros_like(removed, dtype=torch.bool)
