@@ -83,7 +83,11 @@ def random_dinov2(size: str, seed: int = 0) -> nn.Module:
     width, heads = {"small": (384, 6), "base": (768, 12), "large": (1024, 16)}[size]
     torch.manual_seed(seed)
     config = Dinov2Config(
-        hidden_size=width, num_attention_heads=heads, num_hidden_layers=24 if size == "large" else 12, patch_size=14
+        hidden_size=width,
+        num_attention_heads=heads,
+        num_hidden_layers=24 if size == "large" else 12,
+        patch_size=14,
+        image_size=518,  # as published: at that size positions are not interpolated
     )
     return Dinov2Model(config).eval().requires_grad_(False)
 

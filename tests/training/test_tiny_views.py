@@ -123,7 +123,7 @@ def test_each_pass_sees_every_scene_of_its_block_once_and_steps_differ_in_views(
     logged = Run(replace(TOY, steps=8), tmp_path, CPU)
     counts = []
     for logged.step in range(8):
-        counts.append(logged.examples(logged.block()).rgb.shape[:2])
+        counts.append(logged.examples(logged.block())[0].shape[:2])
     assert {tuple(shape) for shape in counts} == {(2, 2), (2, 3)}
 
 
@@ -199,9 +199,13 @@ def as_output(truth, confidence=2.0) -> VGGTOutput:
     )
 
 
+def targets(truth) -> tuple[torch.Tensor, ...]:
+    return truth.poses, truth.depth, truth.points, truth.valid
+
+
 def test_the_truth_has_no_loss_but_the_price_of_confidence(views):
     truth = views.truth()
-    parts = losses(as_output(truth), truth, camera_weight=5.0, edge_weight=0.5)
+    parts = losses(as_output(truth), *targets(truth), camera_weight=5.0, edge_weight=0.5)
     for name in ("camera", "depth", "points", "depth edges", "points edges"):
         assert parts[name].abs() < 1e-5, name
     torch.testing.assert_close(parts["loss"], torch.tensor(-2 * CONFIDENCE_PRICE * math.log(2)), rtol=0, atol=1e-4)
@@ -209,7 +213,7 @@ def test_the_truth_has_no_loss_but_the_price_of_confidence(views):
     sky[:, :, :4] = False
     hidden = replace(truth, valid=sky, depth=torch.where(sky, truth.depth, 99.0))
     torch.testing.assert_close(
-        losses(as_output(truth), hidden, camera_weight=5.0, edge_weight=0.5)["loss"], parts["loss"]
+        losses(as_output(truth), *targets(hidden), camera_weight=5.0, edge_weight=0.5)["loss"], parts["loss"]
     )
 
 

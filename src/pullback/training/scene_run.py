@@ -24,6 +24,7 @@ from pullback.training.block_schedule import BlockSchedule
 from pullback.training.checkpoint_parts import read_parts, write_parts
 from pullback.training.measurement import rounded
 from pullback.training.stacked_muon import StackedMuon
+from pullback.training.step_gradients import GraphedGradients, eager_gradients
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,10 @@ class SceneRun(ABC, Generic[R, N, B]):
         self.model = self.build(recipe).to(device).train()
         self.average = self.build(recipe).to(device).requires_grad_(False)
         self.optimizers = _optimizers(self.model, self.matrices(self.model), recipe)
+        self.gradients = eager_gradients
         if compiled:
             self.compile(self.model)
+            self.gradients = GraphedGradients()
         self.drawn: tuple[range, B] | None = None  # the block in use
         out.mkdir(parents=True, exist_ok=True)
         state = read_parts(out, device)
@@ -77,8 +80,12 @@ class SceneRun(ABC, Generic[R, N, B]):
         """A block of scenes."""
 
     @abstractmethod
-    def losses(self, block: B) -> dict[str, Tensor]:
-        """Of the examples of the current step, "loss" among them; blocks run in bf16 on a GPU."""
+    def examples(self, block: B) -> tuple[Tensor, ...]:
+        """Those of the current step, on the device."""
+
+    @abstractmethod
+    def losses(self, *examples: Tensor) -> dict[str, Tensor]:
+        """By name, "loss" among them. Nothing in it may wait for the device; blocks run in bf16 on a GPU."""
 
     def block(self) -> B:
         """That of the current step; a new one is drawn when the last is used up."""
@@ -94,17 +101,16 @@ class SceneRun(ABC, Generic[R, N, B]):
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = recipe.rate(self.step)
-        parts = self.losses(self.block())
-        self.model.zero_grad(set_to_none=True)
-        parts["loss"].backward()
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), recipe.clip)
+        parameters = list(self.model.parameters())
+        parts = self.gradients(self.losses, parameters, self.examples(self.block()))
+        norm = nn.utils.clip_grad_norm_(parameters, recipe.clip)
         for optimizer in self.optimizers:
             optimizer.step()
         decay = min(recipe.ema, (1 + self.step) / (10 + self.step))
         with torch.no_grad():
             torch._foreach_lerp_(list(self.average.parameters()), list(self.model.parameters()), 1 - decay)
         self.step += 1
-        return {name: part.detach() for name, part in parts.items()} | {"gradient_norm": norm}
+        return parts | {"gradient_norm": norm}
 
     def train(self, *, log_every: int, save_every: int, seconds: float) -> None:
         """Advance to the last step, or for about so many seconds; log and checkpoint on the way."""
@@ -161,7 +167,8 @@ def _optimizers(model: nn.Module, matrices: Sequence[nn.Parameter], recipe: Scen
         {"params": [p for p in rest if p.ndim > 1], "weight_decay": recipe.weight_decay},
         {"params": [p for p in rest if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    adamw = torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(0.9, 0.99))
+    fused = rest[0].device.type == "cuda"
+    adamw = torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(0.9, 0.99), fused=fused)
     # its step has the size that AdamW's would have, so both share one learning rate
     muon = StackedMuon(matrices, recipe.learning_rate, weight_decay=recipe.weight_decay)
     return [muon, adamw]

@@ -152,11 +152,14 @@ class Run(SceneRun[Recipe, TinyScenes, Examples]):
     def draw(self, seeds: range) -> Examples:
         return Examples.of(render(seeds, size=self.recipe.size, device=self.device))
 
-    def losses(self, block: Examples) -> dict[str, Tensor]:
+    def examples(self, block: Examples) -> tuple[Tensor, ...]:
         rows = self.recipe.rows(self.step).to(self.device)
-        examples = block.rows(rows).varied(self.recipe.generator((1 << 31) + self.step))
+        seen = block.rows(rows).varied(self.recipe.generator((1 << 31) + self.step))
+        return seen.rgb, seen.depth, seen.valid, seen.label
+
+    def losses(self, *examples: Tensor) -> dict[str, Tensor]:
         with self.autocast():
-            return losses(self.model, examples, self.recipe)
+            return losses(self.model, Examples(*examples), self.recipe)
 
 
 def main() -> None:

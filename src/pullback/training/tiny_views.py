@@ -4,7 +4,8 @@
 
 Scenes are drawn block by block with several views each, and a block is seen a few times: every time in another choice
 and order of views (the first is the reference), mirrored or not, and in another light. All scenes of a step have
-equally many views, another number at every step. Held-out seeds start at `HELD_OUT`.
+equally many views, another number at every step; all of them are predicted cameras for, and half of them depth and
+points, which is most of a step's work. Held-out seeds start at `HELD_OUT`.
 
 Everything follows from ``--seed`` and the step number, so a run that was stopped (``--seconds``, or a crash) goes on
 exactly where its last checkpoint was written: call the same command again. Checkpoints are files of at most 15 MB.
@@ -123,8 +124,7 @@ class Run(SceneRun[Recipe, VGGT, Views]):
 
     @staticmethod
     def compile(model: VGGT) -> None:
-        """All blocks share one compiled function, for any number of views. Eager, a step is thousands of short
-        kernels, and an H200 waits for them half of the time."""
+        """All blocks share one compiled function, for any number of views."""
         for block in (*model.aggregator.frame_blocks, *model.aggregator.global_blocks):
             block.compile(dynamic=True)
 
@@ -132,22 +132,34 @@ class Run(SceneRun[Recipe, VGGT, Views]):
         recipe = self.recipe
         return Views.of(render(seeds, size=recipe.size, views=recipe.views[1], device=self.device))
 
-    def examples(self, block: Views) -> Views:
+    def views(self, block: Views) -> Views:
         """Those of the current step: some views of some scenes."""
         recipe, most = self.recipe, self.recipe.views[1]
         generator = recipe.generator((1 << 31) + self.step)
         count = int(torch.randint(recipe.views[0], most + 1, (), generator=generator))
         views = draw_views(recipe.batch, most, count, generator)
         mirrored = torch.rand(recipe.batch, generator=generator) < 0.5
-        chosen = block.chosen(recipe.rows(self.step).to(self.device), views.to(self.device))
-        return chosen.mirrored(mirrored.to(self.device)).relit(generator)
+        rows, views, mirrored = (
+            draw.to(self.device, non_blocking=True) for draw in (recipe.rows(self.step), views, mirrored)
+        )
+        return block.chosen(rows, views).mirrored(mirrored).relit(generator)
 
-    def losses(self, block: Views) -> dict[str, Tensor]:
-        examples = self.examples(block)
+    def examples(self, block: Views) -> tuple[Tensor, ...]:
+        """Pictures, the views for which dense heads are asked, and the truth."""
+        views = self.views(block)
+        count = views.rgb.shape[1]
+        order = torch.randperm(count, generator=self.recipe.generator((3 << 30) + self.step))
+        dense = order[: (count + 1) // 2].to(self.device, non_blocking=True)
+        truth = views.truth()
+        seen = (values.index_select(1, dense) for values in (truth.depth, truth.points, truth.valid))
+        return views.rgb, dense, truth.poses, *seen
+
+    def losses(self, *examples: Tensor) -> dict[str, Tensor]:
+        rgb, dense, *truth = examples
         with self.autocast():
-            output = self.model(examples.rgb, pose_derivative="official", chunk_views=None)
+            output = self.model(rgb, pose_derivative="official", chunk_views=None, dense_views=dense)
         recipe = self.recipe
-        return losses(output, examples.truth(), camera_weight=recipe.camera_weight, edge_weight=recipe.edge_weight)
+        return losses(output, *truth, camera_weight=recipe.camera_weight, edge_weight=recipe.edge_weight)
 
 
 def main() -> None:

@@ -55,7 +55,7 @@ class Views:
             for _ in range(2)
         )
         tint = 1 + 0.1 * _signed((count, 1, 3, 1, 1), generator)
-        gain, contrast, tint = (values.to(self.rgb) for values in (gain, contrast, tint))
+        gain, contrast, tint = (values.to(self.rgb, non_blocking=True) for values in (gain, contrast, tint))
         mean = self.rgb.mean((-3, -2, -1), keepdim=True)
         rgb = (((self.rgb - mean) * contrast + mean * gain) * tint).clamp(0, 1)
         return Views(rgb, self.depth, self.valid, self.pose, self.intrinsics)

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from pullback.models.vggt import VGGTOutput
-from pullback.training.tiny_views_examples import Truth
 
 ROUND_DECAY = 0.6  # an earlier round counts so much less than the next
 CONFIDENCE_PRICE = 0.2  # alpha: at the best confidence c = alpha / e
@@ -23,20 +22,29 @@ _DISTANCES = (1, 4, 16)  # pixels between neighbours
 _NEAREST = 1e-4
 
 
-def losses(output: VGGTOutput, truth: Truth, *, camera_weight: float, edge_weight: float) -> dict[str, Tensor]:
-    """All parts, and their weighted sum as "loss"."""
-    camera = camera_loss(output.pose_enc_list, truth.poses)
-    depth_error = torch.where(truth.valid, _log(output.depth[..., 0]) - _log(truth.depth), 0.0)[..., None]
-    point_error = torch.where(truth.valid[..., None], signed_log(output.world_points) - signed_log(truth.points), 0.0)
+def losses(
+    output: VGGTOutput,
+    poses: Tensor,
+    depth: Tensor,
+    points: Tensor,
+    valid: Tensor,
+    *,
+    camera_weight: float,
+    edge_weight: float,
+) -> dict[str, Tensor]:
+    """All parts, and their weighted sum as "loss"; the truth as in `Truth`, depth and points of any of its views."""
+    camera = camera_loss(output.pose_enc_list, poses)
+    depth_error = torch.where(valid, _log(output.depth[..., 0]) - _log(depth), 0.0)[..., None]
+    point_error = torch.where(valid[..., None], signed_log(output.world_points) - signed_log(points), 0.0)
     point_size = (point_error.square().sum(-1) + 1e-12).sqrt()  # a length of 0 has no derivative
     total, parts = camera_weight * camera, {"camera": camera}
     for name, error, size, confidence in (
         ("depth", depth_error, depth_error[..., 0].abs(), output.depth_conf),
         ("points", point_error, point_size, output.world_points_conf),
     ):
-        jumps = edges(error, truth.valid)
-        total = total + confident(size, confidence, truth.valid) + edge_weight * jumps
-        parts |= {name: _mean(size, truth.valid), f"{name} edges": jumps}
+        jumps = edges(error, valid)
+        total = total + confident(size, confidence, valid) + edge_weight * jumps
+        parts |= {name: _mean(size, valid), f"{name} edges": jumps}
     return {"loss": total, **parts}
 
 

@@ -89,7 +89,8 @@ class Aggregator(nn.Module):
         layout = self.token_layout(images)
         batch, views = images.shape[:2]
         images = images.to(self.camera_token)
-        mean, std = (images.new_tensor(values).view(3, 1, 1) for values in (MEAN, STD))
+        # Filled in on the device: a copy from the host could not be part of a CUDA graph.
+        mean, std = (torch.stack([images.new_full((1, 1), value) for value in values]) for values in (MEAN, STD))
         patches = self.patch_embed(((images - mean) / std).flatten(0, 1)).unflatten(0, (batch, views))
         special = torch.cat([self.camera_token, self.register_token], 2)  # [1, 2, prefix, C]
         special = torch.cat([special[:, :1], special[:, 1:].expand(-1, views - 1, -1, -1)], 1).expand(batch, -1, -1, -1)

@@ -36,6 +36,6 @@ def pixel_centres(maps: Tensor, aspect: float) -> tuple[Tensor, Tensor]:
 def waves(positions: Tensor, channels: int) -> Tensor:
     """[n] -> [channels, n]: sines, then cosines, of positions times the frequencies base^(-2d/channels)."""
     pairs = channels // 2
-    frequencies = BASE ** (-torch.arange(pairs).to(positions) / pairs)
+    frequencies = BASE ** (-torch.arange(pairs, device=positions.device, dtype=positions.dtype) / pairs)
     angles = frequencies[:, None] * positions
     return torch.cat([angles.sin(), angles.cos()])

@@ -53,17 +53,25 @@ class VGGTNetwork(nn.Module):
         self.depth_head = DPTHead(config, 2, torch.exp) if "depth" in config.heads else None
 
     def forward(
-        self, images: Tensor, *, pose_derivative: PoseDerivative = "exact", chunk_views: int | None = CHUNK_VIEWS
+        self,
+        images: Tensor,
+        *,
+        pose_derivative: PoseDerivative = "exact",
+        chunk_views: int | None = CHUNK_VIEWS,
+        dense_views: Tensor | None = None,
     ) -> VGGTOutput:
         """Images in [0, 1], one scene [S, 3, H, W] or several [B, S, 3, H, W], sides divisible by the patch size.
 
         ``pose_derivative``: what autograd sees of the camera's refinement (`camera_head.py`); values do not change.
         ``chunk_views``: how many views the dense heads take at once, None for all; bounds memory alone.
+        ``dense_views``: [n] int64, of which views depth and points are wanted; None for all.
         """
         scenes = images[None] if images.ndim == 4 else images
         state = self.aggregator.embed(scenes)
         taps = self.aggregator.taps(state)
-        output = self.decode(taps, state.layout, pose_derivative=pose_derivative, chunk_views=chunk_views)
+        output = self.decode(
+            taps, state.layout, pose_derivative=pose_derivative, chunk_views=chunk_views, dense_views=dense_views
+        )
         if not self.training:
             output["images"] = scenes
         return output
@@ -75,12 +83,15 @@ class VGGTNetwork(nn.Module):
         *,
         pose_derivative: PoseDerivative = "exact",
         chunk_views: int | None = CHUNK_VIEWS,
+        dense_views: Tensor | None = None,
     ) -> VGGTOutput:
         """Taps {layer: [B, S, P, 2C]} -> what the heads make of them; never in reduced precision by autocast."""
         absent = [layer for layer in self.config.read_layers if layer not in taps]
         if absent:
             raise ModelError(f"taps: expected layers {list(self.config.read_layers)}, got {sorted(taps)}.")
         last, hooks = taps[self.config.depth - 1], [taps[layer] for layer in self.config.hook_layers]
+        if dense_views is not None:
+            hooks = [hook.index_select(1, dense_views) for hook in hooks]
         output = VGGTOutput()
         with _without_autocast(last.device.type):
             if self.camera_head is not None:
