@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from pullback.backbones.embedded import EMBEDDED
+
 ROOT = Path(__file__).resolve().parents[1]
-MODEL = "pullback/backbones/weights/tiny-scenes"
+WEIGHTS = "pullback/backbones/weights"
 
 
 def run(*command: str | Path, cwd: Path) -> str:
@@ -31,9 +33,10 @@ def wheel(tmp_path_factory) -> Path:
     return built
 
 
-def test_the_wheel_holds_the_model_its_card_and_the_type_marker(wheel):
+def test_the_wheel_holds_the_models_their_cards_and_the_type_marker(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
-    wanted = {f"{MODEL}/{file}" for file in ("config.json", "model.safetensors", "README.md")}
+    files = ("config.json", "model.safetensors", "README.md")
+    wanted = {f"{WEIGHTS}/{model}/{file}" for model in EMBEDDED for file in files}
     assert wanted | {"pullback/py.typed"} <= names
     sources = {path.relative_to(ROOT / "src").as_posix() for path in (ROOT / "src" / "pullback").rglob("*.py")}
     assert sources <= names

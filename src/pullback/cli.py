@@ -183,9 +183,9 @@ def list_models() -> None:
         table = models_table([*rows(), MODELS_ROW])
     console().print(table)
     console().print(
-        "`tiny-scenes` comes with the package. A folder with config.json and safetensors of one of these types works "
-        "like its hub id. Samples of vggt are scenes of several views, which only `pullback diagnose` and Python take "
-        "(docs/vggt.md).",
+        "`tiny-scenes` and `tiny-views` (a vggt) come with the package. A folder with config.json and safetensors of "
+        "one of these types works like its hub id. Samples of vggt are scenes of several views, which only "
+        "`pullback diagnose` and Python take (docs/vggt.md).",
         style="dim",
     )
 

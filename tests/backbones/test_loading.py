@@ -11,6 +11,7 @@ import pullback as pb
 from families import GRIDS, SMALL_MODELS, images_for, model_of, randomized, save
 from pullback.backbones import load_backbone, resolve_device
 from pullback.backbones.embedded import EMBEDDED
+from pullback.backbones.vggt import is_vggt
 from pullback.errors import DecoderError, ModelError
 
 ON_CPU = dict(device="cpu", dtype=torch.float64)
@@ -95,11 +96,16 @@ def test_a_classifier_loads_as_its_backbone(name, classifier, tmp_path):
     torch.testing.assert_close(last_layer(loaded, images), last_layer(original, images), rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", EMBEDDED)
+@pytest.mark.parametrize("name", [name for name in EMBEDDED if not is_vggt(name)])
 def test_an_embedded_model_is_the_same_every_time(name):
     first, second = load_backbone(name, **ON_CPU), load_backbone(name, **ON_CPU)
     images = torch.ones(1, 3, 2 * first.patch_size, 3 * first.patch_size)
     assert torch.equal(last_layer(first, images), last_layer(second, images))
+
+
+def test_the_embedded_vggt_is_no_backbone_of_single_images():
+    with pytest.raises(ModelError, match="model: a VGGT takes scenes of several views, not single images"):
+        load_backbone("tiny-views", **ON_CPU)
 
 
 def test_float32_is_the_default(saved):

@@ -6,10 +6,12 @@ import huggingface_hub.constants
 import pytest
 import torch
 import transformers as tf
+from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 
 from families import model_of
 from pullback.backbones import load_backbone
+from pullback.backbones.checkpoint import fetched_file, known_file
 from pullback.errors import ModelError
 
 
@@ -150,3 +152,15 @@ def test_a_model_in_train_mode_is_refused():
 def test_a_device_that_is_not_there_is_refused(device, saved):
     with pytest.raises(ModelError, match=f"device: '{device}' cannot be used here .*Try 'auto' or 'cpu'"):
         load_backbone(saved, device=device)
+
+
+def test_a_hub_that_cannot_be_reached_is_named_and_files_that_may_be_absent_are_taken_as_absent(monkeypatch):
+    def unreachable(name, filename):
+        raise LocalEntryNotFoundError("a long story\nof many lines")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", unreachable)
+    with pytest.raises(ModelError, match=r"the hub cannot be reached, and the cache has no config\.json of it"):
+        load_backbone("facebook/dinov2-giant")
+    with pytest.raises(ModelError, match="the hub cannot be reached"):
+        fetched_file("facebook/dinov2-giant", "model.safetensors")
+    assert known_file("facebook/dinov2-giant", "model.safetensors.index.json") is None

@@ -193,7 +193,8 @@ def test_a_hub_id_is_fetched_as_safetensors(folder, model, monkeypatch):
         asked.append((name, filename))
         return folder / filename
 
-    monkeypatch.setattr(vggt_checkpoint, "_file", fetched)
+    monkeypatch.setattr(vggt_checkpoint, "fetched_file", fetched)
+    monkeypatch.setattr(vggt_checkpoint, "known_file", fetched)
     assert same(pb.VGGT.from_pretrained("facebook/VGGT-1B"), model)
     assert asked == [("facebook/VGGT-1B", "model.safetensors"), ("facebook/VGGT-1B", "config.json")]
 
@@ -202,6 +203,6 @@ def test_a_hub_that_cannot_be_reached_is_an_error_in_words(monkeypatch):
     def unreachable(name, filename):
         raise OSError("no route to host\nand a long trace")
 
-    monkeypatch.setattr(vggt_checkpoint, "_file", unreachable)
+    monkeypatch.setattr(vggt_checkpoint, "fetched_file", unreachable)
     with pytest.raises(ModelError, match=r"nor a hub id that can be reached: no route to host\.$"):
         pb.VGGT.from_pretrained("facebook/VGGT-1B")

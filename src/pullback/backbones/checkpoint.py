@@ -49,7 +49,7 @@ def read_config(name: str, embedded: str) -> dict[str, Any]:
     """config.json as a dictionary; ``embedded`` lists the other names there are, for the message."""
     reason = "config.json is not there"
     try:
-        path = _file(name, "config.json")
+        path = fetched_file(name, "config.json")
     except Exception as error:  # the hub client raises validation, network and not-found errors of many classes
         path, reason = None, first_line(error)
     if path is None:
@@ -68,7 +68,7 @@ def read_config(name: str, embedded: str) -> dict[str, Any]:
 def published_preprocessing(name: str, default: Preprocessing) -> Preprocessing:
     """Mean and standard deviation as the checkpoint publishes them beside its weights, where it does."""
     try:
-        path = _file(name, "preprocessor_config.json")
+        path = fetched_file(name, "preprocessor_config.json")
     except Exception:  # not published, or not reachable although the weights are in the cache: the family's own
         path = None
     if path is None:
@@ -128,13 +128,13 @@ def _filled(model: nn.Module, state: dict[str, Tensor], name: str, kind: str) ->
 def _tensors(name: str) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
-    index = _file(name, "model.safetensors.index.json")
+    index = known_file(name, "model.safetensors.index.json")
     shards = ["model.safetensors"]
     if index is not None:
         shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     tensors: dict[str, Tensor] = {}
     for shard in shards:
-        path = _file(name, shard)
+        path = known_file(name, shard)
         if path is None:
             raise ModelError(f"model: {name!r} has no {shard}. Expected weights in safetensors files.")
         try:
@@ -144,17 +144,27 @@ def _tensors(name: str) -> dict[str, Tensor]:
     return tensors
 
 
-def _file(name: str, filename: str) -> Path | None:
-    """A file of the checkpoint, None where it has no such file (or, without a network, none in the cache)."""
+def fetched_file(name: str, filename: str) -> Path | None:
+    """A file of the checkpoint, None where it has no such file."""
     if Path(name).is_dir():
         path = Path(name) / filename
         return path if path.is_file() else None
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     try:
         return Path(hf_hub_download(name, filename))
+    except LocalEntryNotFoundError as error:  # before the next: it is one of those, too
+        raise ModelError(f"the hub cannot be reached, and the cache has no {filename} of it") from error
     except EntryNotFoundError:
+        return None
+
+
+def known_file(name: str, filename: str) -> Path | None:
+    """The same, None also where only the hub, which cannot be reached, would know."""
+    try:
+        return fetched_file(name, filename)
+    except ModelError:
         return None
 
 

@@ -4,4 +4,5 @@ from __future__ import annotations
 
 from pathlib import Path
 
-EMBEDDED: dict[str, Path] = {"tiny-scenes": Path(__file__).with_name("weights") / "tiny-scenes"}
+_WEIGHTS = Path(__file__).with_name("weights")
+EMBEDDED: dict[str, Path] = {name: _WEIGHTS / name for name in ("tiny-scenes", "tiny-views")}

@@ -117,5 +117,9 @@ def family_of(model_type: str) -> Family:
     for family in FAMILIES:
         if model_type in family.model_types:
             return family
+    if model_type == "vggt":
+        raise ModelError(
+            "model: a VGGT takes scenes of several views, not single images: use load_probe or prune_views."
+        )
     known = ", ".join(sorted(name for family in FAMILIES for name in family.model_types))
     raise ModelError(f"model: no adapter for transformers' model type {model_type!r}; known are {known}.")

@@ -144,6 +144,5 @@ def load_scene_backbone(
     if isinstance(model, nn.Module):
         raise ModelError(f"model: expected a VGGT (pullback.VGGT), a hub id or a folder, got {type(model).__name__}.")
     name = os.fspath(model)
-    where = EMBEDDED.get(name, name)
-    loaded = VGGT.from_pretrained(where, device=resolve_device(device), dtype=dtype)
+    loaded = VGGT.from_pretrained(name, device=resolve_device(device), dtype=dtype)
     return SceneBackbone(name, loaded.requires_grad_(False))

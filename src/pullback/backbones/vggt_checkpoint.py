@@ -1,4 +1,5 @@
-"""VGGT with its files: `facebook/VGGT-1B` and others from the hub, a safetensors file, or a folder that we wrote.
+"""VGGT with its files: `facebook/VGGT-1B` and others from the hub, a safetensors file, a folder that we wrote, or the
+embedded `tiny-views`.
 
 Names and shapes are compared before any weight is read, and only what the network needs is read.
 """
@@ -14,7 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pullback.backbones.checkpoint import _file, first_line
+from pullback.backbones.checkpoint import fetched_file, first_line, known_file
+from pullback.backbones.embedded import EMBEDDED
 from pullback.errors import ModelError
 from pullback.models.vggt import VGGTConfig, VGGTNetwork
 
@@ -41,13 +43,13 @@ class VGGT(VGGTNetwork):
         device: str | torch.device = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> VGGT:
-        """A hub id, a .safetensors file or a folder; in evaluation mode.
+        """A hub id, a .safetensors file, a folder or `tiny-views`; in evaluation mode.
 
         Without ``config``, sizes come from a config.json beside the weights; fields that it lacks, or all of them where
         there is none, are those of VGGT-1B. Weights of a head that the config leaves out, and of VGGT's track head,
         which is no part of this package, are ignored; any other difference in names or shapes is an error.
         """
-        where = os.fspath(name)
+        where = os.fspath(EMBEDDED.get(os.fspath(name), name))
         weights = _weights_file(where)
         config = config or _read_config(where, weights)
         with torch.device("meta"):
@@ -100,7 +102,7 @@ def _refused(what: str) -> ModelError:
 
 def _fetched(where: str, filename: str) -> Path | None:
     try:
-        return _file(where, filename)
+        return fetched_file(where, filename)
     except Exception as error:  # the hub client raises validation, network and not-found errors of many classes
         raise ModelError(
             f"name: {where!r} is neither a .safetensors file, a folder nor a hub id that can be reached: "
@@ -114,7 +116,7 @@ def _read_config(where: str, weights: Path) -> VGGTConfig:
         beside = weights.with_name(CONFIG)
         path = beside if beside.is_file() else None
     else:
-        path = _fetched(where, CONFIG)
+        path = known_file(where, CONFIG)
     if path is None:
         return VGGTConfig()
     try:

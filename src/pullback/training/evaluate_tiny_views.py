@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pullback.backbones.embedded import EMBEDDED
 from pullback.backbones.vggt_checkpoint import VGGT
 from pullback.data.scenes import render
 from pullback.errors import PullbackError
@@ -58,7 +57,7 @@ class MeanScene:
 
 def load_network(model: str, device: torch.device) -> VGGT:
     """The embedded model, or one of your own from the folder that training wrote."""
-    return VGGT.from_pretrained(EMBEDDED.get(model, model), device=device)
+    return VGGT.from_pretrained(model, device=device)
 
 
 def mean_scene(count: int, *, size: int, views: int, device: torch.device) -> MeanScene:

@@ -1,0 +1,36 @@
+"""Scenes as folders of pictures: what is read back is what was rendered."""
+
+import pytest
+import torch
+from typer import Typer
+from typer.testing import CliRunner
+
+from pullback.data.scene_folders import read_scenes
+from pullback.data.scene_pictures import FIRST, main, write_scene_folders
+from pullback.data.scenes import render
+from pullback.training.evaluate_tiny_scenes import HELD_OUT
+
+
+def test_the_files_hold_the_rendered_views_in_their_order(tmp_path):
+    folders = write_scene_folders(tmp_path, [5, 6], views=3, size=32)
+    read = read_scenes(tmp_path, size=32, patch_size=8).scenes
+    assert [scene.folder for scene in read] == folders
+    for scene, expected in zip(read, render([5, 6], size=32, views=3).rgb, strict=True):
+        torch.testing.assert_close(scene.views, expected, rtol=0, atol=0.51 / 255)
+
+
+def test_the_command_draws_scenes_that_no_embedded_model_has_seen(tmp_path):
+    app = Typer()
+    app.command()(main)
+    result = CliRunner().invoke(app, ["--out", str(tmp_path), "--count", "1", "--views", "2", "--size", "16"])
+    assert result.exit_code == 0 and "1 scenes of 2 views" in result.output
+    assert FIRST == HELD_OUT
+    assert sorted(file.name for file in (tmp_path / f"scene-{FIRST}").iterdir()) == ["view-00.png", "view-01.png"]
+
+
+@pytest.mark.parametrize("wrong", [("--size", "0"), ("--first", str(1 << 70))])
+def test_errors_are_one_line(wrong, tmp_path):
+    app = Typer()
+    app.command()(main)
+    result = CliRunner().invoke(app, ["--out", str(tmp_path), *wrong])
+    assert result.exit_code == 2 and "Traceback" not in result.output

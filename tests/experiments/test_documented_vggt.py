@@ -1,0 +1,125 @@
+"""The tables that docs/vggt.md and docs/vggt-pruning.md show of tiny-views are those of the result files."""
+
+import json
+import statistics
+from pathlib import Path
+
+import pytest
+
+from pullback.backbones.vggt import load_scene_backbone
+from pullback.experiments.camera_spn import CONSTANT
+from pullback.experiments.scene_taxonomy import COLUMNS, _stated
+from pullback.learning.provenance import weights_hash
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def lines(name: str) -> list[dict]:
+    return [json.loads(line) for line in (RESULTS / name).read_text(encoding="utf-8").splitlines()]
+
+
+def document(name: str) -> dict:
+    return json.loads((RESULTS / name).read_text(encoding="utf-8"))
+
+
+def taxonomy() -> list[str]:
+    """One row per measurement and, under it, the paper's where it has one."""
+    found = [f"| probe | {' | '.join(title for title, _, _ in COLUMNS)} |", "|---" * (len(COLUMNS) + 1) + "|"]
+    for row in lines("scene_taxonomy_tiny_views_cpu.jsonl"):
+        place = "x_vis" if row["layer"] is None else f"L{row['layer']:02d}"
+        found.append(f"| {row['decoder']} {place} | {' | '.join(cell(row) for _, _, cell in COLUMNS)} |")
+        if row["paper"] is not None:
+            where = f"L{row['paper']['layer']:02d}" if "layer" in row["paper"] else "x_vis"
+            cells = " | ".join(_stated(row["paper"], name) for _, name, _ in COLUMNS)
+            found.append(f"| *paper, {where}* | {cells} |")
+    return found
+
+
+def camera_metric() -> list[str]:
+    wide, narrow = (lines(f"camera_metric_tiny_views{part}_cpu.jsonl") for part in ("", "_rank4"))
+
+    def cell(rows: list[dict], name: str, digits: int = 3) -> str:
+        values = [row[name] for row in rows]
+        error = statistics.stdev(values) / len(values) ** 0.5
+        return f"{statistics.mean(values):.{digits}f} ± {error:.{digits}f}"
+
+    return [
+        "| | Euclidean | SO(3)-aware | paper, both |",
+        "|---|---|---|---|",
+        f"| κ(20) | {cell(wide, 'kappa_euclidean')} | {cell(wide, 'kappa_so3')} | 0.99 |",
+        f"| κ(4) | {cell(narrow, 'kappa_euclidean')} | {cell(narrow, 'kappa_so3')} | – |",
+        f"| effective rank | {cell(wide, 'effective_rank_euclidean', 2)} | {cell(wide, 'effective_rank_so3', 2)} | – |",
+        "",
+        "| the two importances | all tokens | patches | paper |",
+        "|---|---|---|---|",
+        f"| Spearman's ρ | {cell(wide, 'spearman_all')} | {cell(wide, 'spearman_patches')} | 0.995 |",
+        f"| 50 % sets agree on | {cell(wide, 'agreement_all')} | {cell(wide, 'agreement_patches')} | 0.97 |",
+    ]
+
+
+def camera_spn() -> list[str]:
+    found = [
+        "| network | V₁ ↑ | lead | V₁, patches ↑ | lead | natural ratio ↑ | paper* |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in document("camera_spn_tiny_views_cpu.json")["rows"]:
+        cells = []
+        for name in ("v1", "v1_patches"):
+            lead = f"{row[f'{name}_lead']:+.3f} ± {row[f'{name}_lead_half_width']:.3f}"
+            cells += [f"{row[name]:.3f}", "" if row["network"] == CONSTANT else lead]
+        ratio = f"{row['natural_ratio']:.3f} ± {row['natural_ratio_se']:.3f}"
+        found.append(f"| {row['network']} | {' | '.join(cells)} | {ratio} | {stated(row)} |")
+    return found
+
+
+def points_taken_apart() -> list[str]:
+    places = [document("vggt_spectra_cpu.json")["means"][f"points {place}"] for place in ("L04", "x_vis")]
+    names = [name for name in places[0] if name.startswith("r_eff, ")]
+    rows = []
+    for name in names:
+        cells = [f"{own[name]['mean']:.1f} ± {own[name]['se']:.1f}" for own in places]
+        rows.append(f"| {name.removeprefix('r_eff, ')} | {' | '.join(cells)} |")
+    return ["| effective rank of points | L04 | x_vis |", "|---|---|---|", *rows]
+
+
+def stated(row: dict) -> str:
+    value = row["paper_v1_of_compressed_depth"]
+    return "" if value is None else f"{value:.3f}"
+
+
+def pruning() -> list[str]:
+    """Without times, which a busy machine cannot compare."""
+    names = ("rotation change deg", "translation change deg", "depth change", "rotation error deg", "delta1")
+    found = [
+        "| removed | rule | rotation ° ↓ | translation ° ↓ | depth % ↓ | error of rotation ° ↓ | δ1 ↑ |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    result = document("vggt_pruning_tiny-views_16views_cpu.json")
+    for row in [{"rule": "none", "ratio": 0, **result["unpruned"]}, *result["rows"]]:
+        turned, moved, depth, wrong, delta = (row[name] for name in names)
+        cells = f"{turned:.2f} | {moved:.2f} | {100 * depth:.1f} | {wrong:.2f} | {delta:.3f}"
+        found.append(f"| {row['ratio']:.0%} | {row['rule']} | {cells} |")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("page", "table"),
+    [
+        ("vggt", taxonomy),
+        ("vggt", points_taken_apart),
+        ("vggt", camera_metric),
+        ("vggt", camera_spn),
+        ("vggt-pruning", pruning),
+    ],
+    ids=["taxonomy", "points", "camera metric", "camera SPN", "pruning"],
+)
+def test_the_page_shows_the_measured_table(page, table):
+    assert "\n".join(table()) in (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+
+
+def test_results_belong_to_the_shipped_weights():
+    """Measure again where the weights have changed."""
+    own = weights_hash(load_scene_backbone("tiny-views", device="cpu").model)
+    assert {row["weights"] for row in lines("scene_taxonomy_tiny_views_cpu.jsonl")} == {own}
+    assert document("camera_spn_tiny_views_cpu.json")["settings"]["weights"] == own
