@@ -55,6 +55,7 @@ def main() -> None:
     parser.add_argument(
         "--constant-images", type=int, default=500, help="whose modes the constant subspace is fitted to"
     )
+    parser.add_argument("--start", default="random", choices=["random", "constant"], help="where networks start")
     parser.add_argument("--runs", nargs="+", default=["RandNLA q=1", "RandNLA q=2", "Spectral"], choices=list(RUNS))
     parser.add_argument("--precision", default="tf32", help="of the products")
     parser.add_argument("--device", default="cpu")
@@ -84,7 +85,8 @@ def main() -> None:
         "kappa": float(kappa.mean()),
         "rows": rows,
     }
-    file = f"spn_{Path(options.model).name}_{options.decoder}_L{options.layer:02d}_{options.device}"
+    start = "_from_constant" if options.start == "constant" else ""
+    file = f"spn_{Path(options.model).name}_{options.decoder}_L{options.layer:02d}{start}_{options.device}"
     print(json.dumps(rows), flush=True)
     for name in options.runs:
         begun = time.perf_counter()
@@ -105,6 +107,7 @@ def main() -> None:
             precision=options.precision,
             size=options.size,
             limit=options.limit,
+            constant_images=count if options.start == "constant" else 0,
             config=config,
             out=None if options.work is None else options.work / name.replace(" ", "-"),
             **RUNS[name],

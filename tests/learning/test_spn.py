@@ -301,3 +301,26 @@ def test_features_of_another_shape_are_refused(network, shape):
 def test_a_width_that_cannot_be_shared_among_the_heads_is_refused():
     with pytest.raises(ModelError, match="expected width to be a multiple of heads, got 16 and 3"):
         SpectralPullbackNetwork(DIM, RANK, 16, 3)
+
+
+def test_a_network_can_start_at_a_constant_subspace_and_learn_from_there(tmp_path):
+    network, features = make(), normal(2, TOKENS, DIM)
+    subspace = torch.linalg.qr(normal(TOKENS * DIM, RANK, seed=1)).Q.mT.unflatten(-1, (TOKENS, DIM))
+    assert network.start_at(subspace) is network and network.config.tokens == TOKENS
+    metric = network(features)
+    assert alignment(metric.modes, subspace.expand(2, -1, -1, -1)).min() > 1 - 1e-5
+    target = torch.linalg.qr(normal(2, TOKENS * DIM, RANK, seed=2)).Q.mT.reshape(metric.modes.shape)
+    subspace_loss(metric.modes, target).mean().backward()
+    assert (network.modes.weight.grad != 0).any() and (network.base.grad != 0).any()
+    again = SpectralPullbackNetwork.from_pretrained(network.save_pretrained(tmp_path))
+    torch.testing.assert_close(again(features).modes, network(features).modes)
+
+
+def test_a_start_that_does_not_fit_is_refused():
+    with pytest.raises(ShapeError, match=r"subspace: expected \[4, N, 12\] .* got \[4, 9, 11\]"):
+        make().start_at(torch.zeros(RANK, TOKENS, DIM - 1)[:, :9])
+    with pytest.raises(ShapeError, match=r"latent=\(5, 6\)"):
+        make(latent=(5, 6)).start_at(torch.zeros(RANK, TOKENS, DIM))
+    bound = make().start_at(torch.linalg.qr(normal(TOKENS * DIM, RANK)).Q.mT.unflatten(-1, (TOKENS, DIM)))
+    with pytest.raises(ShapeError, match=f"features: expected {TOKENS} tokens"):
+        bound(torch.zeros(1, TOKENS + 1, DIM))

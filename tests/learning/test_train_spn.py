@@ -11,6 +11,7 @@ import pullback as pb
 from learning.pictures import SIZE, small_probe, write_pictures
 from pullback.errors import ImageError, ModelError, PullbackError
 from pullback.learning.fit import FitConfig
+from pullback.learning.fit_spn import constant_scores, constant_subspace
 from pullback.learning.provenance import weights_hash
 from pullback.learning.spn import SpectralPullbackNetwork
 from pullback.learning.supervision import DistanceMatching, RandNLA, RandomDirections, Spectral
@@ -183,3 +184,14 @@ def test_pictures_that_cannot_be_read_are_an_error(photos, tmp_path):
         trained(tmp_path, photos)
     with pytest.raises(ImageError, match="expected at least one readable image, but none of the 1 could be used"):
         trained(photos, tmp_path)
+
+
+def test_training_can_start_at_the_constant_subspace_of_some_images(photos, others, tmp_path):
+    network = trained(photos, others, config=STILL, constant_images=6, out=tmp_path)
+    probe = small_probe()
+    judge = held_out_modes(probe, others, 3, size=SIZE)
+    known = held_out_modes(probe, photos, 3, size=SIZE, limit=6)
+    constant = constant_scores(constant_subspace(known.modes, 3), judge)
+    assert network.config.scores["v1"] == pytest.approx(constant["v1"], abs=1e-4)
+    with pytest.raises(PullbackError, match="constant_images"):
+        trained(photos, others, config=STILL, constant_images=5, out=tmp_path)

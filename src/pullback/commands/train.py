@@ -134,6 +134,9 @@ def spn(
     ] = None,
     size: Annotated[str | None, typer.Option(help="Crop in pixels.", show_default="the backbone's")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Train on so many images.", show_default="all")] = None,
+    constant_images: Annotated[
+        int, typer.Option(min=0, help="Start at the best constant subspace of so many images; 0: at random.")
+    ] = 0,
     steps: Steps = 2000,
     batch: Batch = 16,
     learning_rate: Rate = 1e-3,
@@ -168,10 +171,14 @@ def spn(
             size=parse_size(size),
             limit=limit,
             keep_features=not recompute_features,
+            constant_images=constant_images,
             config=_config(steps, batch, learning_rate, validate_every, patience, precision, seed),
             out=out,
             tensorboard=tensorboard,
-            watch=_watch(progress, {"targets": judges.count, "features": expected, "step": steps}),
+            watch=_watch(
+                progress,
+                {"targets": judges.count, "features": expected, "constant": constant_images or None, "step": steps},
+            ),
         )
         _finish(fitted, out)
 

@@ -61,6 +61,7 @@ TRAIN = 4 * HELD_OUT
 RANK = 20
 CONSTANT, UNTRAINED = "best constant subspace", "random init"
 SUPERVISIONS = ("RandNLA q=1", "RandNLA q=2", "Spectral")
+FROM_CONSTANT = " from constant"  # after a supervision's name: the network starts at the constant subspace
 PAPER = {UNTRAINED: 0.005, "RandNLA q=1": 0.713, "Spectral": 0.710}
 """V_1 in tab:spn_vae_variants. That probe is another one, VGGT's depth through a VAE; the paper calls the camera a
 controlled setting for the SPN and states no V_1 for it."""
@@ -110,7 +111,8 @@ def supervision_of(name: str, probe: SceneProbe, precision: str) -> Supervision:
         "Spectral": Spectral(probe, precision=precision),
     }
     if name not in choices:
-        raise PullbackError(f"runs: expected some of {', '.join(choices)}, got {name!r}.")
+        known = ", ".join(choices)
+        raise PullbackError(f"runs: expected some of {known}, each also with '{FROM_CONSTANT}', got {name!r}.")
     return choices[name]
 
 
@@ -124,7 +126,7 @@ class CameraSpn:
         self.train = scene_set(probe, trained, self.rank)
         self.held_out = scene_set(probe, judged, self.rank)
         subspace = constant_subspace(self.train.examples.modes, self.rank)
-        self.constant = constant_network(subspace)
+        self.subspace, self.constant = subspace, constant_network(subspace)
         self.of_constant: ExampleScores = example_scores(self.constant, self.held_out.examples)
 
     def _seeds(self) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -170,6 +172,8 @@ class CameraSpn:
         network = self.new_network()
         if name == UNTRAINED:
             return network.eval()
+        if name.endswith(FROM_CONSTANT):
+            network.start_at(self.subspace)
         own = self.settings
         config = FitConfig(
             steps=own.steps,
@@ -181,7 +185,7 @@ class CameraSpn:
             seed=own.seed,
         )
         features = self.train.features
-        teacher = supervision_of(name, self.probe, own.precision)
+        teacher = supervision_of(name.removesuffix(FROM_CONSTANT), self.probe, own.precision)
         fit(network, SpnTask(lambda rows: features[rows], len(features), teacher, self.held_out.examples), config)
         return network.eval()
 
@@ -223,7 +227,7 @@ def run(
     """Row after row, old and new; with ``out``, from and to a JSON file that also holds settings and facts."""
     probe = camera_probe(model, settings, device)
     for name in runs:
-        supervision_of(name, probe, settings.precision)
+        supervision_of(name.removesuffix(FROM_CONSTANT), probe, settings.precision)
     asked = {**asdict(settings), "weights": weights_hash(probe.backbone.model)}
     stored = {} if out is None else stored_result(out, asked)
     rows: list[Row] = stored.get("rows", [])
@@ -289,6 +293,9 @@ def _lead(row: Row, name: str) -> str:
     return f"{row[f'{name}_lead']:+.3f}" + ("" if half is None else f" ± {half:.3f}")
 
 
+_RUNS = "A supervision, or one with ' from constant'. Several times for several."
+
+
 def main(
     model: Annotated[str, typer.Option(help="A VGGT: hub id, folder or .safetensors file.")],
     layer: Annotated[int | None, typer.Option(help="Of the aggregator.", show_default="the middle")] = None,
@@ -302,7 +309,7 @@ def main(
     steps: Annotated[int, typer.Option(min=1, help="Of each run.")] = 600,
     batch: Annotated[int, typer.Option(min=1, help="Scenes per step.")] = 16,
     learning_rate: Annotated[float, typer.Option(help="After warm-up.")] = 1e-3,
-    runs: Annotated[list[str] | None, typer.Option(help="Several times for several.", show_default="all")] = None,
+    runs: Annotated[list[str] | None, typer.Option(help=_RUNS, show_default="the three supervisions")] = None,
     precision: Annotated[str, typer.Option(help="Of the products: float32 or tf32.")] = "float32",
     seed: Annotated[int, typer.Option(help="Of weights and sketches.")] = 0,
     out: Annotated[Path | None, typer.Option(help="JSON file; rows that it holds are kept.")] = None,

@@ -28,6 +28,7 @@ class SpnConfig:
     latent: tuple[int, int] | None = None  # (tokens, dim) of the space that U lives in; None: the features' own
     origin: Origin = field(default_factory=Origin)
     scores: Mapping[str, float] = field(default_factory=dict)
+    tokens: int | None = None  # of the constant subspace that predictions are added to, where there is one
 
 
 class AttentionBlock(nn.Module):
@@ -51,7 +52,7 @@ class SpectralPullbackNetwork(Pretrained):
 
     Linear D -> H, pre-norm attention blocks, per token D r coordinates, orthonormalised over all tokens together;
     the energies from the pooled tokens through an MLP and a Softplus. With ``latent`` = (K, d), U lives in R^(K d):
-    K learned tokens join the sequence and carry it.
+    K learned tokens join the sequence and carry it. `start_at` makes a network of deviations from one subspace.
     """
 
     kind, title = "spectral-pullback-network", "Spectral Pullback Network"
@@ -78,13 +79,16 @@ class SpectralPullbackNetwork(Pretrained):
         self.norm = nn.LayerNorm(width)
         self.modes = nn.Linear(width, (latent[1] if latent else dim) * rank)
         self.energies = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, rank))
+        tokens = self.config.tokens
+        self.base = None if tokens is None else nn.Parameter(torch.zeros(tokens, dim, rank))
 
     @classmethod
     def config_from_dict(cls, stored: Mapping[str, Any]) -> SpnConfig:
         names = ("dim", "rank", "width", "heads", "blocks", "floor")
         latent = None if stored["latent"] is None else (int(stored["latent"][0]), int(stored["latent"][1]))
         origin, scores = Origin.from_dict(stored["origin"]), dict(stored["scores"])
-        return SpnConfig(**{name: stored[name] for name in names}, latent=latent, origin=origin, scores=scores)
+        sizes = {name: stored[name] for name in names}
+        return SpnConfig(**sizes, latent=latent, origin=origin, scores=scores, tokens=stored.get("tokens"))
 
     @classmethod
     def from_config(cls, config: SpnConfig) -> SpectralPullbackNetwork:
@@ -114,8 +118,35 @@ class SpectralPullbackNetwork(Pretrained):
                 f"rank: expected at most {coordinates.shape[1]} tokens x {coordinates.shape[2]} channels, got "
                 f"{self.config.rank}: there are no more orthonormal modes. Use larger images or a lower rank."
             )
+        if self.base is not None:
+            if len(self.base) != coordinates.shape[1]:
+                raise ShapeError(
+                    f"features: expected {len(self.base)} tokens, as many as the subspace has that this network starts "
+                    f"at, got {coordinates.shape[1]}. Train one for images of this size."
+                )
+            coordinates = coordinates + self.base
         modes = orthonormal_columns(coordinates.flatten(1, 2).float()).mT  # [B, r, K d]
         return LowRankMetric(modes.unflatten(-1, coordinates.shape[1:3]), energies, self.config.floor)
+
+    @torch.no_grad()
+    def start_at(self, subspace: Tensor) -> SpectralPullbackNetwork:
+        """Predict deviations from one subspace [r, N, D], and none at first: V_1 begins where a constant ends.
+
+        Beyond the paper. Features of many ViTs hardly tell where their token is, and modes depend on it; a constant
+        knows, a network as published has to find out. It is bound to N tokens from then on.
+        """
+        rank, tokens, dim = subspace.shape
+        if (rank, dim) != (self.config.rank, self.config.dim) or self.config.latent is not None:
+            raise ShapeError(
+                f"subspace: expected [{self.config.rank}, N, {self.config.dim}] and a network without a latent space, "
+                f"got {list(subspace.shape)} and latent={self.config.latent}."
+            )
+        # entries of about 1, like those that the network adds, so that one learning rate suits both
+        base = subspace.permute(1, 2, 0) * (tokens * dim) ** 0.5
+        self.base = nn.Parameter(base.to(self.modes.weight).contiguous())
+        nn.init.zeros_(self.modes.weight)
+        nn.init.zeros_(self.modes.bias)
+        return self.describe(tokens=tokens)
 
     @torch.no_grad()
     def start_from(self, features: Tensor, singular_values: Tensor) -> SpectralPullbackNetwork:

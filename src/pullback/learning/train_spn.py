@@ -12,7 +12,7 @@ from pullback.data.sources import Source, open_source
 from pullback.errors import PullbackError
 from pullback.learning.compute_targets import compute_table
 from pullback.learning.fit import FitConfig, fit
-from pullback.learning.fit_spn import SpnExamples, SpnTask
+from pullback.learning.fit_spn import SpnExamples, SpnTask, constant_subspace
 from pullback.learning.origin import Origin
 from pullback.learning.provenance import NOT_COMPARED, configuration, weights_hash
 from pullback.learning.spn import SpectralPullbackNetwork, SpnConfig
@@ -61,6 +61,7 @@ def train_spn(
     size: int | tuple[int, int] | None = None,
     limit: int | None = None,
     keep_features: bool = True,
+    constant_images: int = 0,
     config: FitConfig | None = None,
     out: str | Path | None = None,
     tensorboard: bool = False,
@@ -70,6 +71,8 @@ def train_spn(
 
     ``keep_features``: compute features once and hold them, or recompute them in every step. Features of decoders that
     read layers below the probe are always recomputed: those layers belong to them.
+    ``constant_images``: start at the best constant subspace of so many training images (`start_at`), which needs their
+    modes; 0 starts at random, as the paper does.
     """
     config = config or FitConfig(steps=2000, batch=16, learning_rate=1e-3)
     wanted = probe.pixel_format(size)
@@ -86,11 +89,24 @@ def train_spn(
         torch.manual_seed(config.seed)
         network = SpectralPullbackNetwork.from_config(SpnConfig(first.shape[-1], rank, width, heads))
     network.to(first.device).start_from(first, judge.singular_values[: len(first)].to(first.device))
+    if constant_images:
+        known, _ = compute_table(
+            probe,
+            images,
+            rank=rank,
+            size=wanted.size,
+            limit=constant_images,
+            keep_modes=True,
+            on_progress=lambda n: watch("constant", n),
+        )
+        assert known.modes is not None
+        network.start_at(constant_subspace(known.modes.to(first.device), rank, seed=config.seed))
     made_for = configuration(probe, Recipe(rank, precision=precision), wanted, crops=0, seed=config.seed, source="")
     settings = {f"probe.{name}": value for name, value in made_for.items() if name not in NOT_COMPARED} | {
         "supervision": supervision,
         "power_iters": power_iters,
         "sketch_width": sketch_width,
+        "constant_images": constant_images,
         "images": hash_of([row.item.key for row in rows]),
         "held_out": hash_of([item.key for item in open_source(held_out)]),
     }
