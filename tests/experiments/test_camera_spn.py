@@ -117,9 +117,7 @@ def test_a_second_run_makes_only_the_rows_that_are_missing(model, tmp_path, quic
 
 
 def test_unknown_supervisions_are_refused_before_anything_is_drawn(model, quick_rows):
-    with pytest.raises(
-        PullbackError, match=r"runs: expected some of RandNLA q=1, .*Spectral, .* got 'none'"
-    ):
+    with pytest.raises(PullbackError, match=r"runs: expected some of RandNLA q=1, .*Spectral, .* got 'none'"):
         next(run(model, TOY, runs=["none"], device="cpu"))
     assert quick_rows == []
 
