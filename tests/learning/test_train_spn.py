@@ -195,3 +195,9 @@ def test_training_can_start_at_the_constant_subspace_of_some_images(photos, othe
     assert network.config.scores["v1"] == pytest.approx(constant["v1"], abs=1e-4)
     with pytest.raises(PullbackError, match="constant_images"):
         trained(photos, others, config=STILL, constant_images=5, out=tmp_path)
+
+
+def test_the_constant_subspace_is_of_training_images_alone(photos, others):
+    few = trained(photos, others, config=STILL, limit=4, constant_images=9)
+    same = trained(photos, others, config=STILL, limit=4, constant_images=4)
+    assert torch.equal(few.base, same.base)

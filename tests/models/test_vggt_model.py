@@ -245,3 +245,11 @@ def test_sizes_that_do_not_fit_together_are_refused(changes, message):
 def test_the_default_hooks_of_a_shallow_network_are_refused_with_the_reason():
     with pytest.raises(ModelError, match="name the four layers that the DPT heads shall read"):
         pb.VGGTConfig(depth=12)
+
+
+def test_depth_and_points_of_some_views_are_those_of_all_and_cameras_stay(model):
+    images, some = scenes(2, 3, 3, 28, 28), torch.tensor([2, 0])
+    whole, part = model(images), model(images, dense_views=some)
+    close(part.pose_enc, whole.pose_enc)
+    for name in ("depth", "depth_conf", "world_points", "world_points_conf"):
+        close(part[name], whole[name][:, some])

@@ -8,6 +8,7 @@ import torch
 from pullback.data.scenes import render
 from pullback.errors import PullbackError
 from pullback.training.evaluate_tiny_scenes import HELD_OUT
+from pullback.training.step_gradients import eager_gradients
 from pullback.training.tiny_scenes import Examples, Recipe, Run
 
 TOY = Recipe(
@@ -48,6 +49,11 @@ def test_a_checkpoint_of_another_recipe_is_refused(tmp_path):
     run(TOY, tmp_path)
     with pytest.raises(PullbackError, match=r"another recipe \(learning_rate differ"):
         Run(replace(TOY, learning_rate=1.0), tmp_path, CPU)
+
+
+def test_a_compiled_run_is_not_replayed_as_a_graph_because_its_losses_copy_from_the_host(tmp_path):
+    compiled = Run(TOY, tmp_path, CPU, compiled=True)
+    assert compiled.gradients is eager_gradients and compiled.advance()["loss"] > 0
 
 
 def test_the_loss_falls_on_new_scenes(tmp_path):

@@ -25,7 +25,6 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
@@ -52,6 +51,7 @@ from pullback.learning.spn import SpectralPullbackNetwork, SpnConfig
 from pullback.learning.supervision import RandNLA, Spectral, Supervision
 from pullback.learning.targets import targets_of
 from pullback.probes.vggt import SceneProbe
+from pullback.report.console import console
 from pullback.report.wording import UNKNOWN, plain, short_name
 from pullback.training.evaluate_tiny_scenes import HELD_OUT
 
@@ -336,8 +336,7 @@ def main(
         for row in run(model, settings, runs=runs or SUPERVISIONS, device=device, out=out):
             rows.append(row)
             typer.echo(json.dumps(row), err=True)
-        console = Console() if Console().is_terminal else Console(width=160)
-        console.print(table(rows))
+        console().print(table(rows))
     except (PullbackError, OSError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None

@@ -22,7 +22,6 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
@@ -37,6 +36,7 @@ from pullback.geometry.summary import Summary, summarize
 from pullback.learning.provenance import weights_hash
 from pullback.operators import JacobianOperator, ProductCount
 from pullback.probes.vggt import SceneInputProbe, SceneProbe
+from pullback.report.console import console
 from pullback.report.wording import UNKNOWN, lower_bound, plain, plus_minus, short_name
 from pullback.training.evaluate_tiny_scenes import HELD_OUT
 
@@ -318,9 +318,7 @@ def main(
             typer.echo(
                 f"{row['probe']}: κ {plus_minus(row['kappa'], row['kappa_se'])}, {row['seconds']:.1f} s", err=True
             )
-        # a log has no width of its own, and numbers that are cut off would be lost
-        console = Console() if Console().is_terminal else Console(width=160)
-        console.print(table(rows))
+        console().print(table(rows))
     except (PullbackError, OSError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None

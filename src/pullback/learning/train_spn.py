@@ -95,7 +95,7 @@ def train_spn(
             images,
             rank=rank,
             size=wanted.size,
-            limit=constant_images,
+            limit=constant_images if limit is None else min(limit, constant_images),
             keep_modes=True,
             on_progress=lambda n: watch("constant", n),
         )

@@ -24,7 +24,7 @@ from pullback.training.block_schedule import BlockSchedule
 from pullback.training.checkpoint_parts import read_parts, write_parts
 from pullback.training.measurement import rounded
 from pullback.training.stacked_muon import StackedMuon
-from pullback.training.step_gradients import GraphedGradients, eager_gradients
+from pullback.training.step_gradients import Gradients, GraphedGradients, eager_gradients
 
 
 @dataclass(frozen=True)
@@ -44,17 +44,22 @@ B = TypeVar("B")
 
 class SceneRun(ABC, Generic[R, N, B]):
     """Model, optimisers and running average of the weights at some step, in a folder. R: the recipe, N: the network,
-    B: a block of drawn scenes."""
+    B: a block of drawn scenes.
+
+    ``graphed``: compiled runs replay a step as CUDA graphs, so its losses may not copy from the host.
+    """
+
+    graphed: ClassVar[bool] = False
 
     def __init__(self, recipe: R, out: Path, device: torch.device, *, compiled: bool = False) -> None:
         self.recipe, self.out, self.device, self.step = recipe, out, device, 0
         self.model = self.build(recipe).to(device).train()
         self.average = self.build(recipe).to(device).requires_grad_(False)
         self.optimizers = _optimizers(self.model, self.matrices(self.model), recipe)
-        self.gradients = eager_gradients
+        self.gradients: Gradients = eager_gradients
         if compiled:
             self.compile(self.model)
-            self.gradients = GraphedGradients()
+            self.gradients = GraphedGradients() if self.graphed else eager_gradients
         self.drawn: tuple[range, B] | None = None  # the block in use
         out.mkdir(parents=True, exist_ok=True)
         state = read_parts(out, device)
@@ -96,7 +101,8 @@ class SceneRun(ABC, Generic[R, N, B]):
         return self.drawn[1]
 
     def advance(self) -> dict[str, Tensor]:
-        """One step. What comes back is still on the device: reading it waits for the device, so read it rarely."""
+        """One step. What comes back is still on the device: reading it waits for the device, so read it rarely, and
+        before the next step, which may overwrite it."""
         recipe = self.recipe
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:

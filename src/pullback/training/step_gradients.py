@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 Losses = Callable[..., dict[str, Tensor]]  # of the examples' tensors; "loss" is differentiated
+Gradients = Callable[[Losses, Sequence[nn.Parameter], Sequence[Tensor]], dict[str, Tensor]]
 _WARM_UP = 3  # runs before a capture, in which compilers and cuDNN make their choices
 
 

@@ -112,6 +112,8 @@ def build(recipe: Recipe) -> VGGT:
 
 
 class Run(SceneRun[Recipe, VGGT, Views]):
+    graphed = True
+
     @staticmethod
     def build(recipe: Recipe) -> VGGT:
         return build(recipe)
