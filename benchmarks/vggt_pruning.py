@@ -4,16 +4,18 @@
     python benchmarks/vggt_pruning.py --model tiny-views --views 16 --device cuda         # or a folder of your own
     python benchmarks/vggt_pruning.py --model full --views 32 --pixels 224 --device cuda  # 1.2 billion random weights
 
-Rules: our choice (score times distance to the nearest kept token) with the norm, a random score and, with --importance,
-the sketched importance of cameras and depth; and strided cosine merging. Scopes are those of `pullback.pruning.vggt`:
-"global" merges around global attention alone, across views; "view" removes tokens of each view from all later blocks.
-Changes are against the unpruned model: median angles over pairs of views, mean relative change of depth. With trained
-weights also the errors against the truth. Memory is what one call needs beside weights and images (GPU alone).
+Rules: our choice (score^0.5 times distance to the nearest token of higher score) with a random score, the norm and,
+with --importance, the sketched importance of cameras and depth; and strided cosine merging. Scopes are those of
+`pullback.pruning.vggt`: "global" merges around global attention alone, across views; "view" removes tokens of each view
+from all later blocks. Changes are against the unpruned model: per scene the median angle over pairs of views and the
+mean relative change of depth, then mean and standard error over scenes; "more than strided" is the paired difference.
+With trained weights also the errors against the truth. Memory is what one call needs beside weights and images (GPU).
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,10 +28,12 @@ from torch import Tensor
 import pullback as pb
 from pullback.data.scenes import render
 from pullback.evaluation.poses import pose_errors
+from pullback.models.vggt.model import CHUNK_VIEWS
 from pullback.models.vggt.pose import decode_pose
-from pullback.pruning.vggt import Scope, prune_views
+from pullback.pruning.vggt import STRIDED, Scope, prune_views
 from pullback.training.evaluate_tiny_scenes import QUERIES
 from pullback.training.evaluate_tiny_views import dense_errors, load_network
+from pullback.training.measurement import mean_with_error
 from pullback.training.tiny_views_examples import Truth, Views
 
 SMALL: dict[str, Any] = dict(
@@ -44,7 +48,8 @@ SMALL: dict[str, Any] = dict(
     hook_layers=(0, 1, 2, 3),
 )
 RANDOM: dict[str, dict[str, Any]] = {"small": SMALL, "full": {}}
-Rule = tuple[str, Any, str, Scope]  # name, score, preset, scope
+SCORES = ("random", "norm")
+Rule = tuple[str, Any, str, Scope]  # name, score (None: the known importance), preset, scope
 
 
 def sketched_importance(model: pb.VGGT, images: Tensor, layer: int, rounds: int = 16) -> Tensor:
@@ -73,29 +78,40 @@ def extrinsics_of(output: Any, size: tuple[int, int]) -> Tensor:
     return decode_pose(output["pose_enc"].double(), size)[0]
 
 
-def changes(output: Any, reference: Any, truth: Truth | None) -> dict[str, float]:
-    """Of a pruned model against the model, and against the truth where there is one."""
+def changes(output: Any, reference: Any, truth: Truth | None) -> dict[str, Tensor]:
+    """[B] each: of a pruned model against the model, and against the truth where there is one."""
     size = tuple(reference["depth"].shape[2:4])
     cameras = extrinsics_of(output, size)
     moved = pose_errors(cameras, extrinsics_of(reference, size))
     depth = (output["depth"] / reference["depth"] - 1).abs().double()
     points = (output["world_points"] - reference["world_points"]).norm(dim=-1).double()
-    row = {
-        "rotation change deg": moved.rotation.nanmedian().item(),
-        "translation change deg": moved.translation.nanmedian().item(),
-        "depth change": depth.mean().item(),
-        "point change": (points / reference["world_points"].norm(dim=-1).double().mean()).mean().item(),
+    scale = reference["world_points"].norm(dim=-1).double().flatten(1).mean(1)
+    found = {
+        "rotation change deg": moved.rotation.nanmedian(1).values,
+        "translation change deg": moved.translation.nanmedian(1).values,
+        "depth change": depth.flatten(1).mean(1),
+        "point change": points.flatten(1).mean(1) / scale,
     }
     if truth is not None:
         wrong = pose_errors(cameras, truth.extrinsics.double())
         dense = dense_errors(output["depth"][..., 0].float(), output["world_points"].float(), truth)
-        row |= {
-            "rotation error deg": wrong.rotation.nanmedian().item(),
-            "translation error deg": wrong.translation.nanmedian().item(),
-            "delta1": dense["delta1"].nanmean().item(),
-            "point error": dense["point_error"].nanmean().item(),
+        found |= {
+            "rotation error deg": wrong.rotation.nanmedian(1).values,
+            "translation error deg": wrong.translation.nanmedian(1).values,
+            "delta1": dense["delta1"],
+            "point error": dense["point_error"],
         }
-    return row
+    return {name: values.double().cpu() for name, values in found.items()}
+
+
+def joined(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def summary(values: dict[str, Tensor]) -> dict[str, dict[str, float]]:
+    """Mean and standard error over scenes [n]; one scene has no error."""
+    found = {name: mean_with_error(own) for name, own in values.items()}
+    return {name: {key: v for key, v in own.items() if not math.isnan(v)} for name, own in found.items()}
 
 
 def peak_gigabytes(call: Callable[[], Any], device: torch.device) -> float | None:
@@ -114,12 +130,18 @@ def line(row: dict[str, Any]) -> str:
     memory = "" if row["peak GB"] is None else f"{row['peak GB']:6.2f} GB  "
     text = (
         f"{row['rule']:24s} {row['ratio']:4.2f} {row['tokens']:6d} tokens {row['ms']:8.1f} ms {row['speedup']:5.2f}x  "
-        f"{memory}rotation {row['rotation change deg']:6.2f}°  translation {row['translation change deg']:6.2f}°  "
-        f"depth {100 * row['depth change']:5.2f} %"
+        f"{memory}rotation {_shown(row, 'rotation change deg')}°  "
+        f"translation {_shown(row, 'translation change deg')}°  "
+        f"depth {_shown(row, 'depth change', 100)} %"
     )
     if "delta1" in row:
-        text += f"  | truth {row['rotation error deg']:.2f}° {row['translation error deg']:.2f}° δ1 {row['delta1']:.3f}"
+        text += f"  | truth {_shown(row, 'rotation error deg')}° δ1 {row['delta1']['mean']:.3f}"
     return text
+
+
+def _shown(row: dict[str, Any], name: str, factor: float = 1) -> str:
+    error = f" ± {factor * row[name]['se']:.2f}" if "se" in row[name] else ""
+    return f"{factor * row[name]['mean']:5.2f}{error}"
 
 
 @torch.no_grad()
@@ -128,11 +150,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", default="small", help="small, full (random weights), tiny-views, or a folder")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--views", type=int, default=4)
-    parser.add_argument("--scenes", type=int, default=1, help="timed at once; changes are means over all of them")
+    parser.add_argument("--scenes", type=int, default=1)
+    parser.add_argument("--batch", type=int, default=8, help="scenes at once; these are what is timed")
     parser.add_argument("--pixels", type=int, default=None, help="default: the model's own size")
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.25, 0.5, 0.75, 0.9])
     parser.add_argument("--stage", type=int, default=None, help="removal after this global block (default: a quarter)")
     parser.add_argument("--scopes", nargs="+", default=["global", "view"])
+    parser.add_argument("--chunk-views", type=int, default=CHUNK_VIEWS, help="that the dense heads take at once")
     parser.add_argument("--importance", action="store_true")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=None, help="folder for the JSON (default benchmarks/results)")
@@ -142,58 +166,79 @@ def main(arguments: Sequence[str] | None = None) -> None:
     model.requires_grad_(False)
     depth, pixels = model.config.depth, options.pixels or model.config.img_size
     stage = max(0, depth // 4 - 1) if options.stage is None else options.stage
-    seeds = range(QUERIES, QUERIES + options.scenes)
-    examples = Views.of(render(seeds, size=pixels, views=options.views, device=device))
-    images, truth = examples.rgb, examples.truth() if trained else None
+    batches = [
+        Views.of(render(part, size=pixels, views=options.views, device=device))
+        for part in _parts(range(QUERIES, QUERIES + options.scenes), options.batch)
+    ]
+    truths = [examples.truth() if trained else None for examples in batches]
     half = device.type == "cuda" and options.model == "full"  # as VGGT-1B is used; tiny-views is measured in float32
 
-    def call(network: Any) -> Any:
+    def call(network: Any, images: Tensor = batches[0].rgb) -> Any:
         with torch.autocast(device.type, torch.bfloat16, enabled=half):
-            return network(images)
+            return network(images, chunk_views=options.chunk_views)
 
+    known = [sketched_importance(model, part.rgb, stage) for part in batches] if options.importance else []
     rules: list[Rule] = []
     for scope in options.scopes:
-        rules += [(f"{score}, {scope}", score, "best", scope) for score in ("norm", "random")]
-        if options.importance and scope == "global":
-            known = sketched_importance(model, images, stage)
-            rules.append((f"importance, {scope}", lambda tokens, context, known=known: known, "best", scope))
-        rules.append((f"strided merging, {scope}", "strided", "strided", scope))
+        rules += [(f"{score}, {scope}", score, "best", scope) for score in SCORES]
+        rules += [(f"importance, {scope}", None, "best", scope)] if options.importance else []
+        rules.append((f"strided merging, {scope}", STRIDED, STRIDED, scope))
 
-    reference = call(model)
+    references = [call(model, part.rgb) for part in batches]
     unpruned = milliseconds({"model": lambda: call(model)}, device, options.rounds)["model"]
-    layout = model.aggregator.token_layout(images)
+    layout = model.aggregator.token_layout(batches[0].rgb)
     content: dict[str, Any] = {
         "machine": machine(device),
         "model": options.model if trained else f"VGGT {options.model}, random weights, layer scales {LAYER_SCALE}",
-        "images": list(images.shape),
+        "scenes": options.scenes,
+        "timed": list(batches[0].rgb.shape),
         "precision": "bf16 autocast" if half else "float32",
+        "chunk_views": options.chunk_views,
         "stage": stage,
         "tokens": layout.tokens,
         "unpruned": {"ms": unpruned, "peak GB": peak_gigabytes(lambda: call(model), device)},
         "rows": [],
     }
-    if truth is not None:
-        content["unpruned"] |= changes(reference, reference, truth)
-    print(f"{content['model']}: {list(images.shape)}, {layout.tokens} tokens, {unpruned:.1f} ms, {content['unpruned']}")
-    name = f"vggt_pruning_{Path(options.model).name}_{options.views}views_{device.type}"
+    if trained:
+        content["unpruned"] |= summary(joined([changes(r, r, t) for r, t in zip(references, truths, strict=True)]))
+    print(f"{content['model']}: {content['timed']}, {layout.tokens} tokens, {content['unpruned']}")
+    size = "" if options.pixels is None else f"_{options.pixels}px"
+    name = f"vggt_pruning_{Path(options.model).name}_{options.views}views{size}_{device.type}"
     for ratio in options.ratios:
+        values: dict[str, dict[str, Tensor]] = {}
+        rows: list[dict[str, Any]] = []
         for rule, score, preset, scope in rules:
-            if (preset, scope) == ("strided", "view") and ratio > 0.7:
+            if (preset, scope) == (STRIDED, "view") and ratio > 0.7:
                 continue  # its grid of one patch in four is all there is to remove from
-            pruned = prune_views(model, score, ratio=ratio, stages=[stage], preset=preset, scope=scope)
-            with torch.autocast(device.type, torch.bfloat16, enabled=half):
-                output, run = pruned.with_record(images)
+            knobs = dict(ratio=ratio, stages=[stage], preset=preset, scope=scope)
+            parts = []
+            for place, (part, reference, truth) in enumerate(zip(batches, references, truths, strict=True)):
+                own = (lambda tokens, _, of=place: known[of].reshape(tokens.shape[:2])) if score is None else score
+                pruned = prune_views(model, own, **knobs)
+                parts.append(changes(call(pruned, part.rgb), reference, truth))
+                if not place:
+                    timed = pruned
             # in turns with the model: on a busy machine a time from minutes ago is no reference
-            turns = {"model": lambda: call(model), "pruned": lambda pruned=pruned: call(pruned)}
+            turns = {"model": lambda: call(model), "pruned": lambda timed=timed: call(timed)}
             times = milliseconds(turns, device, options.rounds)
-            row = {"rule": rule, "ratio": ratio, "tokens": min(run.tokens)}
+            row = {"rule": rule, "ratio": ratio, "tokens": min(timed.run(batches[0].rgb).tokens)}
             row |= {"ms": times["pruned"], "unpruned ms": times["model"], "speedup": times["model"] / times["pruned"]}
-            row["peak GB"] = peak_gigabytes(lambda pruned=pruned: call(pruned), device)
-            row |= changes(output, reference, truth)
-            content["rows"].append(row)
-            print(line(row), flush=True)
-            save(name, content, options.out)
+            row["peak GB"] = peak_gigabytes(lambda timed=timed: call(timed), device)
+            values[rule] = joined(parts)
+            rows.append(row | summary(values[rule]))
+            print(line(rows[-1]), flush=True)
+        for row in rows:
+            rival = values.get(f"strided merging, {row['rule'].split(', ')[1]}")
+            if rival is not None:
+                gaps = {name: values[row["rule"]][name] - own for name, own in rival.items() if "change" in name}
+                row["more than strided"] = summary(gaps)
+        content["rows"] += rows
+        save(name, content, options.out)
     print(f"written: {save(name, content, options.out)}")
+
+
+def _parts(seeds: range, size: int) -> list[range]:
+    return [seeds[k : k + size] for k in range(0, len(seeds), size)]
 
 
 if __name__ == "__main__":

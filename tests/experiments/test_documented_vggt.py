@@ -26,7 +26,7 @@ def document(name: str) -> dict:
 def taxonomy() -> list[str]:
     """One row per measurement and, under it, the paper's where it has one."""
     found = [f"| probe | {' | '.join(title for title, _, _ in COLUMNS)} |", "|---" * (len(COLUMNS) + 1) + "|"]
-    for row in lines("scene_taxonomy_tiny_views_cpu.jsonl"):
+    for row in lines("scene_taxonomy_tiny_views_cuda.jsonl"):
         place = "x_vis" if row["layer"] is None else f"L{row['layer']:02d}"
         found.append(f"| {row['decoder']} {place} | {' | '.join(cell(row) for _, _, cell in COLUMNS)} |")
         if row["paper"] is not None:
@@ -63,7 +63,7 @@ def camera_spn() -> list[str]:
         "| network | V₁ ↑ | lead | V₁, patches ↑ | lead | natural ratio ↑ | paper* |",
         "|---|---|---|---|---|---|---|",
     ]
-    for row in document("camera_spn_tiny_views_cpu.json")["rows"]:
+    for row in document("camera_spn_tiny_views_cuda.json")["rows"]:
         cells = []
         for name in ("v1", "v1_patches"):
             lead = f"{row[f'{name}_lead']:+.3f} ± {row[f'{name}_lead_half_width']:.3f}"
@@ -88,18 +88,50 @@ def stated(row: dict) -> str:
     return "" if value is None else f"{value:.3f}"
 
 
+def full_size() -> list[str]:
+    found = [
+        "| head | M | products | diagnosis | JVP, VJP each | peak memory |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in document("vggt_full_cuda.json")["rows"]:
+        place = "x_vis" if row["layer"] == "hooks" else f"L{row['layer']}"
+        products = f"{row['jvps per scene']} JVP, {row['vjps per scene']} VJP"
+        times = f"{row['diagnosis s']:.1f} s | {row['jvp ms']:.1f}, {row['vjp ms']:.1f} ms"
+        found.append(
+            f"| {row['decoder']} {place} | {row['outputs']:,} | {products} | {times} | {row['peak GB']:.1f} GB |"
+        )
+    return found
+
+
 def pruning() -> list[str]:
-    """Without times, which a busy machine cannot compare."""
-    names = ("rotation change deg", "translation change deg", "depth change", "rotation error deg", "delta1")
+    names = ("rotation change deg", "translation change deg", "depth change", "rotation error deg")
     found = [
         "| removed | rule | rotation ° ↓ | translation ° ↓ | depth % ↓ | error of rotation ° ↓ | δ1 ↑ |",
         "|---|---|---|---|---|---|---|",
     ]
-    result = document("vggt_pruning_tiny-views_16views_cpu.json")
+    result = document("vggt_pruning_tiny-views_16views_cuda.json")
     for row in [{"rule": "none", "ratio": 0, **result["unpruned"]}, *result["rows"]]:
-        turned, moved, depth, wrong, delta = (row[name] for name in names)
-        cells = f"{turned:.2f} | {moved:.2f} | {100 * depth:.1f} | {wrong:.2f} | {delta:.3f}"
-        found.append(f"| {row['ratio']:.0%} | {row['rule']} | {cells} |")
+        cells = []
+        for name in names:
+            mean, error = ((100 if name == "depth change" else 1) * row[name][key] for key in ("mean", "se"))
+            cells.append(f"{mean:.2f} ± {error:.2f}" if row["rule"] != "none" or "error" in name else "0")
+        found.append(f"| {row['ratio']:.0%} | {row['rule']} | {' | '.join(cells)} | {row['delta1']['mean']:.3f} |")
+    return found
+
+
+def pruning_costs() -> list[str]:
+    """The same rules on the CPU and on the network of full size."""
+    found = ["| removed | rule | tiny-views, 16 views, CPU | full size, 32 views | memory |", "|---|---|---|---|---|"]
+    small, full = (
+        document(f"vggt_pruning_{name}.json") for name in ("tiny-views_16views_cpu", "full_32views_518px_cuda")
+    )
+    known = {(row["rule"], row["ratio"]): row for row in full["rows"]}
+    bare = full["unpruned"]
+    found.append(f"| 0% | none | {small['unpruned']['ms']:,.0f} ms | {bare['ms']:,.0f} ms | {bare['peak GB']:.2f} GB |")
+    for row in small["rows"]:
+        other = known.get((row["rule"], row["ratio"]))
+        cells = f"{other['speedup']:.2f}× | {other['peak GB']:.2f} GB" if other else "– | –"
+        found.append(f"| {row['ratio']:.0%} | {row['rule']} | {row['speedup']:.2f}× | {cells} |")
     return found
 
 
@@ -110,9 +142,11 @@ def pruning() -> list[str]:
         ("vggt", points_taken_apart),
         ("vggt", camera_metric),
         ("vggt", camera_spn),
+        ("vggt", full_size),
         ("vggt-pruning", pruning),
+        ("vggt-pruning", pruning_costs),
     ],
-    ids=["taxonomy", "points", "camera metric", "camera SPN", "pruning"],
+    ids=["taxonomy", "points", "camera metric", "camera SPN", "full size", "pruning", "costs of pruning"],
 )
 def test_the_page_shows_the_measured_table(page, table):
     assert "\n".join(table()) in (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
@@ -121,5 +155,5 @@ def test_the_page_shows_the_measured_table(page, table):
 def test_results_belong_to_the_shipped_weights():
     """Measure again where the weights have changed."""
     own = weights_hash(load_scene_backbone("tiny-views", device="cpu").model)
-    assert {row["weights"] for row in lines("scene_taxonomy_tiny_views_cpu.jsonl")} == {own}
-    assert document("camera_spn_tiny_views_cpu.json")["settings"]["weights"] == own
+    assert {row["weights"] for row in lines("scene_taxonomy_tiny_views_cuda.jsonl")} == {own}
+    assert document("camera_spn_tiny_views_cuda.json")["settings"]["weights"] == own

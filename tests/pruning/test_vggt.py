@@ -69,10 +69,17 @@ def test_stages_remove_what_the_plan_says_and_never_camera_or_register_tokens(mo
         assert [record.removed.shape for record in run.records] == [(2, 12), (2, 24)]
         patch = TokenLayout(3, (4, 4), 3).patch_mask()
         assert all(patch[record.removed].all() and patch[record.partner].all() for record in run.records)
-    else:  # fuse_last: the last block sees all
-        assert run.tokens == (57, 45, 33, 57)
+    else:
+        assert run.tokens == (57, 45, 33, 33)
         assert [record.removed.shape for record in run.records] == [(6, 4), (6, 4)]
         assert all((record.removed >= 3).all() and (record.partner >= 3).all() for record in run.records)
+
+
+def test_a_plan_may_bring_all_tokens_of_a_view_back_for_the_last_block(model, images):
+    pruned = prune_views(model, "norm", ratio=0.5, stages=[0, 1], scope="view")
+    fused = PrunedVGGT(model, replace(pruned.plan, fuse_last=True), ["norm"], "view")
+    assert fused.run(images).tokens == (57, 45, 33, 57)
+    assert differs(fused(images), pruned(images))
 
 
 def test_a_view_that_is_there_twice_goes_without_a_trace(model):

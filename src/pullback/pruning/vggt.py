@@ -10,7 +10,7 @@ come back, moved as far as their partner, where the heads read. This saves more 
 
 Camera and register tokens are never removed. Outputs are the model's own, with full grids:
 
-    fast = prune_views(model, "norm", ratio=0.5, stages=[3], scope="global")
+    fast = prune_views(model, "random", ratio=0.5, stages=[3], scope="global")
     output = fast(images)
 """
 
@@ -98,8 +98,9 @@ def prune_views(
 
     ``score``: random, norm, strided, an importance head, or a function of the tokens [B, N, C] and the context; one for
     all stages, or one for each. With scope "view" such a function sees single views, [B S, P, C]. ``ratio``: split
-    equally over the stages, or a share for each. ``preset``: "best" (score times distance decides, merged by score),
-    "strided" (its score is "strided": the patches most similar to a strided grid go into it), "drop".
+    equally over the stages, or a share for each. ``preset``: "best" (score^0.5 times the distance to the nearest token of
+    a higher score decides, merged by score), "strided" (its score is "strided": the patches most similar to a strided
+    grid go into it), "drop".
     """
     plan = view_plan(preset, ratio, stages, scope=scope, depth=model.config.depth)
     several = isinstance(score, (list, tuple, nn.ModuleList))
@@ -109,17 +110,18 @@ def prune_views(
 def view_plan(
     name: str, ratio: float | Sequence[float], stages: Sequence[int], *, scope: Scope, depth: int
 ) -> PrunePlan:
-    """A named plan. Within a view it is that of an image with a dense decoder."""
+    """A named plan. Within a view it is that of an image with a dense decoder, but for "best": tokens that came back for
+    the last block would disturb the cameras more than they help the maps (docs/vggt-pruning.md)."""
     if scope not in get_args(Scope):
         raise PullbackError(f"scope: expected one of {', '.join(get_args(Scope))}, got {scope!r}.")
     if name not in PRESETS:
         raise PullbackError(f"preset: expected one of {', '.join(PRESETS)}, got {name!r}.")
-    if scope == "view":
-        return preset(name, ratio, stages, dense=True, depth=depth)
     stages = tuple(stages)
     shares = even(ratio, len(stages)) if isinstance(ratio, (int, float)) else tuple(ratio)
     if name == "best":
-        return PrunePlan(stages, shares, select="cost", match="cosine", sizes=True, safe=True, reinsert="drift")
+        return PrunePlan(stages, shares, select="cost", match="cosine", sizes=True, reinsert="drift", trust=0.5)
+    if scope == "view":
+        return preset(name, ratio, stages, dense=True, depth=depth)
     if name == STRIDED:
         return PrunePlan(stages, shares, match="strided", weighting="size", sizes=True, reinsert="drift")
     return PrunePlan(stages, shares, match="none", reinsert="frozen")
