@@ -98,9 +98,9 @@ def prune_views(
 
     ``score``: random, norm, strided, an importance head, or a function of the tokens [B, N, C] and the context; one for
     all stages, or one for each. With scope "view" such a function sees single views, [B S, P, C]. ``ratio``: split
-    equally over the stages, or a share for each. ``preset``: "best" (score^0.5 times the distance to the nearest token of
-    a higher score decides, merged by score), "strided" (its score is "strided": the patches most similar to a strided
-    grid go into it), "drop".
+    equally over the stages, or a share for each. ``preset``: "best" (score^0.5 times the distance to the nearest token
+    of a higher score decides, merged by score), "strided" (its score is "strided": the patches most similar to a
+    strided grid go into it), "drop".
     """
     plan = view_plan(preset, ratio, stages, scope=scope, depth=model.config.depth)
     several = isinstance(score, (list, tuple, nn.ModuleList))
@@ -110,8 +110,8 @@ def prune_views(
 def view_plan(
     name: str, ratio: float | Sequence[float], stages: Sequence[int], *, scope: Scope, depth: int
 ) -> PrunePlan:
-    """A named plan. Within a view it is that of an image with a dense decoder, but for "best": tokens that came back for
-    the last block would disturb the cameras more than they help the maps (docs/vggt-pruning.md)."""
+    """A named plan. Within a view it is that of an image with a dense decoder, but for "best": tokens that come back
+    for the last block disturb the cameras more than they help the maps (docs/vggt-pruning.md)."""
     if scope not in get_args(Scope):
         raise PullbackError(f"scope: expected one of {', '.join(get_args(Scope))}, got {scope!r}.")
     if name not in PRESETS:
