@@ -119,6 +119,24 @@ def pruning() -> list[str]:
     return found
 
 
+def pruning_choices() -> list[str]:
+    names = ("rotation change deg", "depth change")
+    found = [
+        "| variant | `global`: rotation ° ↓ | depth % ↓ | `view`: rotation ° ↓ | depth % ↓ |",
+        "|---|---|---|---|---|",
+    ]
+    rows = document("vggt_rules_tiny-views_cpu.json")["rows"]
+    places = {(row["scope"], row["score"], row["variant"]): row for row in rows}
+    for score, variant in dict.fromkeys((row["score"], row["variant"]) for row in rows if row["scope"] == "view"):
+        own = [places.get((scope, score, variant)) for scope in ("global", "view")]
+        cells = [
+            f"{(1, 100)[name == names[1]] * row[name]['mean']:.2f}" if row else "–" for row in own for name in names
+        ]
+        label = {"preset": "`best`"}.get(variant, variant) if score == "random" else "strided merging"
+        found.append(f"| {label} | {' | '.join(cells)} |")
+    return found
+
+
 def pruning_costs() -> list[str]:
     """The same rules on the CPU and on the network of full size."""
     found = ["| removed | rule | tiny-views, 16 views, CPU | full size, 32 views | memory |", "|---|---|---|---|---|"]
@@ -144,9 +162,10 @@ def pruning_costs() -> list[str]:
         ("vggt", camera_spn),
         ("vggt", full_size),
         ("vggt-pruning", pruning),
+        ("vggt-pruning", pruning_choices),
         ("vggt-pruning", pruning_costs),
     ],
-    ids=["taxonomy", "points", "camera metric", "camera SPN", "full size", "pruning", "costs of pruning"],
+    ids=["taxonomy", "points", "camera metric", "camera SPN", "full size", "pruning", "choices", "costs of pruning"],
 )
 def test_the_page_shows_the_measured_table(page, table):
     assert "\n".join(table()) in (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
