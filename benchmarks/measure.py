@@ -6,6 +6,7 @@ import datetime
 import json
 import platform
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import nn
 import pullback as pb
 
 RESULTS = Path(__file__).parent / "results"
+_CPU = 0  # in the profiler's traces
 
 
 def milliseconds(functions: dict[str, Callable[[], Any]], device: torch.device, rounds: int = 7) -> dict[str, float]:
@@ -47,6 +49,37 @@ def _elapsed(function: Callable[[], Any], device: torch.device, calls: int) -> f
     stop.record()
     torch.cuda.synchronize(device)
     return start.elapsed_time(stop)
+
+
+def peak_gigabytes(call: Callable[[], Any], device: torch.device) -> float:
+    """The most that tensors took at any time of one call, beside what was there before it."""
+    return _peak_of_cuda(call, device) if device.type == "cuda" else _peak_of_cpu(call)
+
+
+def _peak_of_cuda(call: Callable[[], Any], device: torch.device) -> float:
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    call()
+    torch.cuda.synchronize(device)
+    return (torch.cuda.max_memory_allocated(device) - before) / 1e9
+
+
+def _peak_of_cpu(call: Callable[[], Any]) -> float:
+    """From the profiler's trace, in which every allocation and every release carries the total after it. What the
+    process takes from the system would be no measure: an allocator keeps what it once had."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        call()
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(trace))
+        events = json.loads(trace.read_text())["traceEvents"]
+    changes = [event for event in events if event.get("name") == "[memory]" and event["args"]["Device Type"] == _CPU]
+    if not changes:
+        return 0.0
+    first = min(changes, key=lambda event: event["ts"])["args"]
+    before = first["Total Allocated"] - first["Bytes"]
+    return max(0, *(event["args"]["Total Allocated"] - before for event in changes)) / 1e9
 
 
 def machine(device: torch.device) -> dict[str, str]:

@@ -9,20 +9,20 @@ with --importance, the sketched importance of cameras and depth; and strided cos
 `pullback.pruning.vggt`: "global" merges around global attention alone, across views; "view" removes tokens of each view
 from all later blocks. Changes are against the unpruned model: per scene the median angle over pairs of views and the
 mean relative change of depth, then mean and standard error over scenes; "more than strided" is the paired difference.
-With trained weights also the errors against the truth. Memory is what one call needs beside weights and images (GPU).
+With trained weights also the errors against the truth. Memory is what one call needs beside weights and images.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from measure import LAYER_SCALE, machine, milliseconds, random_vggt, save
+from measure import LAYER_SCALE, machine, milliseconds, peak_gigabytes, random_vggt, save
 from torch import Tensor
 
 import pullback as pb
@@ -114,23 +114,10 @@ def summary(values: dict[str, Tensor]) -> dict[str, dict[str, float]]:
     return {name: {key: v for key, v in own.items() if not math.isnan(v)} for name, own in found.items()}
 
 
-def peak_gigabytes(call: Callable[[], Any], device: torch.device) -> float | None:
-    """Beside what was there before the call."""
-    if device.type != "cuda":
-        return None
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    call()
-    torch.cuda.synchronize(device)
-    return (torch.cuda.max_memory_allocated(device) - before) / 1e9
-
-
 def line(row: dict[str, Any]) -> str:
-    memory = "" if row["peak GB"] is None else f"{row['peak GB']:6.2f} GB  "
     text = (
         f"{row['rule']:24s} {row['ratio']:4.2f} {row['tokens']:6d} tokens {row['ms']:8.1f} ms {row['speedup']:5.2f}x  "
-        f"{memory}rotation {_shown(row, 'rotation change deg')}°  "
+        f"{row['peak GB']:7.3f} GB  rotation {_shown(row, 'rotation change deg')}°  "
         f"translation {_shown(row, 'translation change deg')}°  "
         f"depth {_shown(row, 'depth change', 100)} %"
     )
@@ -208,8 +195,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         values: dict[str, dict[str, Tensor]] = {}
         rows: list[dict[str, Any]] = []
         for rule, score, preset, scope in rules:
-            if (preset, scope) == (STRIDED, "view") and ratio > 0.7:
-                continue  # its grid of one patch in four is all there is to remove from
             knobs = dict(ratio=ratio, stages=[stage], preset=preset, scope=scope)
             parts = []
             for place, (part, reference, truth) in enumerate(zip(batches, references, truths, strict=True)):

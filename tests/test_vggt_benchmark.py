@@ -4,6 +4,12 @@ import importlib
 import json
 from pathlib import Path
 
+import pytest
+import torch
+
+from pullback.models.vggt import block
+from pullback.pruning.view_matching import CHUNK_NUMBERS, nearest
+
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
 
@@ -39,7 +45,54 @@ def test_pruning_is_compared_scene_by_scene_with_strided_merging(tmp_path, monke
     for name, gap in own["more than strided"].items():
         assert abs(own[name]["mean"] - rival[name]["mean"] - gap["mean"]) < 1e-4 * rival[name]["mean"]
         assert gap["se"] > 0
-    assert all("more than strided" not in row for row in stored["rows"] if row["ratio"] == 0.75)
+    assert len(stored["rows"]) == 8 and all("more than strided" in row for row in stored["rows"])
+    assert stored["unpruned"]["peak GB"] > 0 and all(row["peak GB"] > 0 for row in stored["rows"])
+
+
+@pytest.fixture
+def peak_megabytes(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    measured = importlib.import_module("measure").peak_gigabytes
+    return lambda call: 1e3 * measured(call, torch.device("cpu"))
+
+
+def test_peaks_are_those_of_what_a_call_holds_at_once(peak_megabytes):
+    before, kept = torch.ones(1_000_000), []
+
+    def call():
+        kept.append(before + 1)  # 4 MB
+        twice = kept[-1] + 1  # 8
+        del twice
+        kept.append(torch.cat([before, before]))  # 12
+        return kept[-1] + 1  # 20
+
+    assert peak_megabytes(call) == pytest.approx(20, rel=0.01)
+    assert peak_megabytes(kept.clear) == peak_megabytes(lambda: None) == 0
+
+
+def test_matching_needs_much_less_memory_than_all_cosines(peak_megabytes):
+    """Of 4096 tokens: all cosines are 67 MB, and it would take masks and copies beside them."""
+    tokens = torch.randn(1, 4096, 8, generator=torch.Generator().manual_seed(0))
+    places, allowed = torch.arange(4096)[None], torch.ones(1, 4096, dtype=torch.bool)
+    assert peak_megabytes(lambda: nearest(tokens, places, allowed, places)) < 1.5 * 4e-6 * CHUNK_NUMBERS
+
+
+def test_a_block_of_many_tokens_needs_less_memory_in_parts(peak_megabytes, monkeypatch):
+    """What an MLP makes of a sequence is eight times as long as it is: its hidden layer before and after the GELU."""
+    own = random_block()
+    for shape in ((1, 4096, 64), (32, 128, 64)):
+        x, sequence = torch.zeros(shape), 4e-6 * 4096 * 64
+        with torch.no_grad():
+            monkeypatch.setattr(block, "CHUNK_TOKENS", 1 << 14)
+            whole = peak_megabytes(lambda x=x: own(x))
+            monkeypatch.setattr(block, "CHUNK_TOKENS", 256)
+            parts = peak_megabytes(lambda x=x: own(x))
+        assert whole > 9 * sequence
+        assert parts < (8.1 if len(x) == 1 else 2.5) * sequence  # attention itself takes a sequence as a whole
+
+
+def random_block():
+    return block.Block(64, 4, 4.0, layer_scale=1.0, qk_norm=True).requires_grad_(False)
 
 
 def test_choices_of_the_preset_are_changed_one_at_a_time(tmp_path, monkeypatch):

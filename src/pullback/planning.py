@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pullback.errors import PullbackError
+from pullback.errors import PullbackError, ShapeError
 from pullback.evaluation.cost import flops as count_flops
 from pullback.evaluation.cost import race
 from pullback.evaluation.fidelity import cosine_degradation, silog
-from pullback.pruning.apply import Choice, PrunedModel, prune
+from pullback.pruning.apply import Choice, PrunedModel, pruned_copy
+from pullback.pruning.plan import is_number, plain
 from pullback.pruning.planner import Forecast, best_within_cost, cheapest_within_degradation, stage_choices
 
 # (output of the pruned model, output of the model) -> how much worse each image is [B]
 Degrade = Callable[[Any, Any], Tensor]
+logger = logging.getLogger(__name__)
 
 
 def output_degradation(pruned: Any, full: Any) -> Tensor:
@@ -60,13 +64,22 @@ class Calibration:
         the ratio, times the model's own time."""
         some = self.images[: self.batch]
         own, whole = race([lambda: pruned(some), lambda: self.model(some)], some.device, self.rounds)
-        return own.median / whole.median * self._baseline()
+        return own.median / whole.median * self.__dict__.setdefault("_whole", whole.median)
 
-    def _baseline(self) -> float:
+    def whole_milliseconds(self) -> float:
+        """The model's own time of one batch: the one that all others are multiples of, measured once."""
         if "_whole" not in self.__dict__:
-            some = self.images[: self.batch]
-            object.__setattr__(self, "_whole", race([lambda: self.model(some)], some.device, self.rounds)[0].median)
+            self.milliseconds(self.model)
         return float(self.__dict__["_whole"])
+
+    def completed(self, forecast: Forecast, chosen: nn.Module, name: str) -> Forecast:
+        """The forecast with operations and time of the chosen plan; the search for the budget ``name`` measured one."""
+        return replace(
+            forecast,
+            flops=self.flops(chosen) if name == "milliseconds" else forecast.cost,
+            milliseconds=forecast.cost if name == "milliseconds" else self.milliseconds(chosen),
+            whole_milliseconds=self.whole_milliseconds(),
+        )
 
 
 def plan_pruning(
@@ -88,24 +101,60 @@ def plan_pruning(
     ``heads``: the score to use after each block, {3: head, 6: head}. ``flops``: at most this share of the model's
     operations. ``milliseconds``: at most so many for one batch, as the model runs here. ``degradation``: at most so
     much in the mean over the images, as cheap as possible in operations. ``stages``: at most so many. ``rounds`` of
-    each timing.
+    each timing. Whatever the budget is, the forecast has the operations, the time and the degradation of the plan.
     `prune(model, [heads[s] for s in f.plan.stages], ratio=f.plan.ratio, stages=f.plan.stages)` makes the model.
     """
-    budgets = {"flops": flops, "milliseconds": milliseconds, "degradation": degradation}
-    given = {name: value for name, value in budgets.items() if value is not None}
+    name, limit = _budget(flops=flops, milliseconds=milliseconds, degradation=degradation)
+    _check_inputs(heads, images, batch)
+    calibration = Calibration(model, images, batch, degrade, rounds)
+    choices = stage_choices(heads, stages)
+
+    def build(chosen: tuple[int, ...], ratio: float) -> PrunedModel:
+        return pruned_copy(model, [heads[stage] for stage in chosen], ratio=ratio, stages=chosen, preset=preset)
+
+    if name == "degradation":
+        found = cheapest_within_degradation(build, choices, calibration.flops, calibration.degradation, limit)
+    else:
+        cost = calibration.flops if name == "flops" else calibration.milliseconds
+        found = best_within_cost(build, choices, cost, calibration.degradation, limit)
+    chosen = build(found.plan.stages, found.plan.ratio)
+    for note in found.plan.notes(chosen.backbone.depth):  # of this one alone, not of all that were tried
+        logger.warning(note)
+    return calibration.completed(found, chosen, name)
+
+
+def _budget(**budgets: Any) -> tuple[str, float]:
+    """The one that was given, by name."""
+    given = {name: plain(value) for name, value in budgets.items() if value is not None}
     if len(given) != 1:
         names = ", ".join(given) or "none"
         raise PullbackError(f"budget: expected one of flops, milliseconds and degradation, got {names}.")
+    ((name, limit),) = given.items()
+    finite = is_number(limit) and math.isfinite(limit)
+    if name == "flops" and not (finite and 0 < limit <= 1):
+        raise PullbackError(
+            f"flops: expected a share of the model's own operations, above 0 and up to 1, got {limit!r}. For three "
+            "quarters of them: flops=0.75."
+        )
+    if not (finite and limit > 0):
+        unit = "milliseconds for one batch" if name == "milliseconds" else "a mean degradation of the output"
+        raise PullbackError(f"{name}: expected {unit}, a number above 0, got {limit!r}.")
+    return name, float(limit)
+
+
+def _check_inputs(heads: Any, images: Any, batch: Any) -> None:
+    if not isinstance(heads, Mapping):
+        raise PullbackError(
+            f"heads: expected the score to use after each block, such as {{3: head, 6: 'norm'}}, got {heads!r:.80}."
+        )
     if not heads:
         raise PullbackError("heads: expected a score for at least one block, such as {3: head}, got none.")
-    calibration = Calibration(model, images, batch, degrade, rounds)
-
-    def build(chosen: tuple[int, ...], ratio: float) -> PrunedModel:
-        return prune(model, [heads[stage] for stage in chosen], ratio=ratio, stages=chosen, preset=preset)
-
-    choices = stage_choices(heads, stages)
-    ((name, limit),) = given.items()
-    if name == "degradation":
-        return cheapest_within_degradation(build, choices, calibration.flops, calibration.degradation, limit)
-    cost = calibration.flops if name == "flops" else calibration.milliseconds
-    return best_within_cost(build, choices, cost, calibration.degradation, limit)
+    if not isinstance(images, Tensor):
+        raise PullbackError(
+            f"images: expected a tensor [n, 3, H, W] as the model takes it, got {type(images).__name__}. "
+            "probe.load_images(folder) makes one."
+        )
+    if images.ndim != 4 or len(images) == 0:
+        raise ShapeError(f"images: expected [n, 3, H, W] with at least one image, got {list(images.shape)}.")
+    if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
+        raise PullbackError(f"batch: expected how many images run at a time, 1 or more, got {batch!r}.")

@@ -53,6 +53,13 @@ def test_loaded_parameters_can_be_trained_and_lie_on_the_device_in_the_dtype_ask
     assert all(p.requires_grad and p.dtype == torch.float64 and not p.is_meta for p in loaded.parameters())
 
 
+def test_the_device_is_chosen_as_for_probes(folder):
+    best = "cuda" if torch.cuda.is_available() else "cpu"
+    assert pb.VGGT.from_pretrained(folder, device="auto").aggregator.camera_token.device.type == best
+    with pytest.raises(ModelError, match="device: 'toaster' cannot be used here"):
+        pb.VGGT.from_pretrained(folder, device="toaster")
+
+
 def test_a_model_can_be_changed_and_saved_into_the_folder_it_came_from(folder, model):
     loaded = pb.VGGT.from_pretrained(folder)
     with torch.no_grad():
@@ -115,6 +122,13 @@ def test_missing_unexpected_and_misshapen_weights_are_named(folder, change, mess
         pb.VGGT.from_pretrained(folder)
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
+def test_weights_that_are_no_floating_point_numbers_are_named(folder, dtype):
+    rewrite(folder, lambda t: t.update({"camera_head.embed_pose.bias": torch.ones(64, dtype=dtype)}))
+    with pytest.raises(ModelError, match=r"1 not in floating point: camera_head\.embed_pose\.bias \((I64|BOOL)\)\."):
+        pb.VGGT.from_pretrained(folder)
+
+
 def test_names_are_compared_before_weights_are_read(folder, monkeypatch):
     """A wrong checkpoint of five gigabytes is refused by its header."""
     import safetensors
@@ -168,6 +182,42 @@ def test_what_is_not_there_is_named(tmp_path):
         pb.VGGT.from_pretrained(text)
 
 
+@pytest.mark.parametrize("name", ["", None, 3])
+def test_what_is_no_name_is_refused(name):
+    with pytest.raises(ModelError, match=rf"name: expected a hub id, .* got {name!r}"):
+        pb.VGGT.from_pretrained(name)
+
+
+def test_a_config_must_be_one(folder):
+    with pytest.raises(
+        ModelError, match=r"config: expected a VGGTConfig, got a dict\. .*VGGTConfig\.from_dict\(config\)"
+    ):
+        pb.VGGT.from_pretrained(folder, config={"depth": 4})
+    with pytest.raises(ModelError, match="config: expected a VGGTConfig, got a dict"):
+        pb.VGGT.from_pretrained(folder, config={})
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("dpt_out_channels", [8.0, 8.0, 8.0, 8.0], r"expected a list of whole numbers, got \[8\.0, 8\.0, 8\.0, 8\.0\]"),
+        ("hook_layers", [True, 1, 2, 3], r"expected a list of whole numbers, got \[True, 1, 2, 3\]"),
+        ("hook_layers", 3, "expected a list of whole numbers, got 3"),
+        ("heads", "camera", "expected a list of names, got 'camera'"),
+        ("heads", [1], r"expected a list of names, got \[1\]"),
+        ("layer_scale", None, "expected a number, got None"),
+        ("rope_base", "100", "expected a number, got '100'"),
+        ("mlp_ratio", float("nan"), "expected a number, got nan"),
+        ("depth", 4.0, "expected a whole number of at least 1, got 4.0"),
+    ],
+)
+def test_fields_of_another_kind_in_a_config_file_are_named(folder, field, value, message):
+    config = folder / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), field: value}))
+    with pytest.raises(ModelError, match=rf"name: {config}: {field}: {message}"):
+        pb.VGGT.from_pretrained(folder)
+
+
 def test_a_damaged_file_and_a_foreign_config_are_refused(folder):
     config = folder / "config.json"
     stored = json.loads(config.read_text())
@@ -176,9 +226,6 @@ def test_a_damaged_file_and_a_foreign_config_are_refused(folder):
         pb.VGGT.from_pretrained(folder)
     config.write_text("[1, 2]")
     with pytest.raises(ModelError, match="is not a VGGT configuration"):
-        pb.VGGT.from_pretrained(folder)
-    config.write_text(json.dumps({**stored, "hook_layers": 3}))
-    with pytest.raises(ModelError, match="is not a VGGT configuration: 'int' object is not iterable"):
         pb.VGGT.from_pretrained(folder)
     config.write_text(json.dumps(stored))
     (folder / "model.safetensors").write_bytes(b"\x08\x00\x00\x00\x00\x00\x00\x00nonsense")

@@ -21,6 +21,7 @@ from pullback.data.scene_folders import find_scenes, read_scenes
 from pullback.errors import ImageError, NumericsError
 from vggt_models import tiny
 
+ROOT = Path(__file__).resolve().parents[2]
 PNG = b"\x89PNG\r\n"
 SMALL = ("--size", 28, "--rank", 3, "--device", "cpu")
 
@@ -178,6 +179,7 @@ def test_a_file_of_weights_is_a_model_too(place, tmp_path, monkeypatch):
         ({"--decoder": "camera-2"}, "decoder: 'camera-2' needs at least 3 views, got scenes of 2."),
         ({"--decoder": "camera-2"}, "This is about the scene {place}/scenes/kitchen."),
         ({"--layer": "4"}, "layer: expected a layer of the aggregator from 0 to 3"),
+        ({"--layer": "4"}, "got 4. The heads' own input is --layer hooks."),
         ({"--distance": "manhattan"}, "distance: expected one of cosine"),
         ({"--images": "{place}/scenes/hall"}, "expected at least one readable scene, but none of the 1 could be used"),
         ({"--images": "{place}/missing"}, "no such file or folder"),
@@ -225,21 +227,30 @@ def test_ls_names_vggt_and_its_decoders():
 
 
 @pytest.mark.parametrize(
-    ("command", "instead"),
+    ("command", "instead", "page"),
     [
-        (("targets", "{model}", "--images", "x", "--out", "y"), "targets_of(probe, probe.features(scenes))"),
-        (("train", "spn", "{model}", "--images", "x", "--held-out", "x", "--out", "y"), "targets_of(probe,"),
-        (("prune", "{model}", "--images", "x", "--out", "y"), "pullback.pruning.vggt.prune_views(model"),
-        (("plan", "{model}", "--images", "x", "--heads", "1=norm"), "pullback.pruning.vggt.prune_views(model"),
+        (("targets", "{model}", "--images", "x", "--out", "y"), "targets_of(probe, probe.features(scenes))", "vggt"),
+        (("train", "spn", "{model}", "--images", "x", "--held-out", "x", "--out", "y"), "targets_of(probe,", "vggt"),
+        (
+            ("prune", "{model}", "--images", "x", "--out", "y"),
+            "pullback.pruning.vggt.prune_views(model",
+            "vggt-pruning",
+        ),
+        (
+            ("plan", "{model}", "--images", "x", "--heads", "1=norm"),
+            "pullback.pruning.vggt.prune_views(model",
+            "vggt-pruning",
+        ),
     ],
     ids=["targets", "spn", "prune", "plan"],
 )
-def test_commands_of_single_images_say_what_to_use_instead(command, instead, place, tmp_path, monkeypatch):
+def test_commands_of_single_images_say_what_to_use_instead(command, instead, page, place, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = pullback(*(part.replace("{model}", str(place / "model")) for part in command))
     assert result.exit_code == 2, result.output
     words = "expects a model of single images, got"
     assert words in result.output and instead in result.output and result.output.count("error:") == 1
+    assert f"(docs/{page}.md)" in result.output and (ROOT / "docs" / f"{page}.md").is_file()
     assert "Traceback" not in result.output
 
 

@@ -108,6 +108,32 @@ def test_padding_and_transparency_are_white_and_squares_have_black_edges(tmp_pat
     assert (load_views(clear, size=56) == 1).all()
 
 
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "RGB", "L"])
+def test_what_is_transparent_is_white_in_every_mode(tmp_path, mode):
+    """The left half is transparent, by an alpha channel or by a colour that stands for it, the right half is not."""
+    seen, hidden = {"RGBA": ((9, 9, 9, 255), (8, 8, 8, 0)), "LA": ((9, 255), (8, 0))}.get(mode, (9, 8))
+    picture = Image.new("L" if mode in ("P", "RGB") else mode, (40, 20), seen)
+    picture.paste(hidden, (0, 0, 20, 20))
+    picture = picture.convert(mode)
+    colour = {"P": 8, "L": 8, "RGB": (8, 8, 8)}.get(mode)
+    picture.save(tmp_path / "view.png", **({} if colour is None else {"transparency": colour}))
+    assert Image.open(tmp_path / "view.png").mode == mode
+    views = load_views(tmp_path / "view.png", size=56)
+    assert (views[..., :24] == 1).all() and ((views[..., 32:] * 255).round() == 9).all()
+    squares, _ = load_square_views(tmp_path / "view.png", size=40)
+    assert (squares[..., 10:30, :18] > 0.99).all()
+
+
+def test_half_transparent_pixels_are_mixed_with_white(tmp_path):
+    Image.new("LA", (40, 20), (0, 51)).save(tmp_path / "view.png")
+    assert ((load_views(tmp_path / "view.png", size=56) * 255).round() == 204).all()
+
+
+def test_sixteen_bit_gray_is_read_whatever_its_transparency(tmp_path):
+    Image.fromarray(np.full((20, 40), 257 * 9, np.uint16)).save(tmp_path / "view.png", transparency=7)
+    assert ((load_views(tmp_path / "view.png", size=56) * 255).round() == 9).all()
+
+
 def test_a_view_that_cannot_be_read_is_an_error_because_views_are_told_apart_by_their_place(tmp_path):
     saved(tmp_path, "a.png", 20, 40)
     (tmp_path / "b.png").write_bytes(b"no picture")
@@ -134,10 +160,14 @@ def test_pictures_that_would_vanish_or_explode_are_refused(tmp_path):
         (dict(mode="stretch"), "mode: expected 'crop' or 'pad', got 'stretch'"),
         (dict(size=500), "size=500: expected a multiple of patch_size=14"),
         (dict(size=0), "size=0: expected a multiple"),
+        (dict(size=56.0), r"size=56\.0: expected a multiple of patch_size=14, as an int, such as 518"),
+        (dict(size="56"), "size='56': expected a multiple"),
+        (dict(patch_size=14.0), r"patch_size=14\.0: expected a positive whole number"),
     ],
 )
 def test_wrong_arguments_are_refused(tmp_path, arguments, message):
     with pytest.raises(ImageError, match=message):
         load_views(saved(tmp_path, "view.png", 20, 40), **arguments)
-    with pytest.raises(ImageError, match="expected a positive number of pixels"):
-        load_square_views(tmp_path, size=0)
+    for wrong in (0, 56.0):
+        with pytest.raises(ImageError, match=f"size={wrong}: expected a positive whole number of pixels"):
+            load_square_views(tmp_path, size=wrong)

@@ -129,7 +129,10 @@ def test_the_pullback_of_the_camera_is_that_of_rotation_vectors():
     [
         (lambda: CameraMetric()(torch.ones(2, 10)), r"CameraMetric expected pose encodings \[B, 9 S\].*got \[2, 10\]"),
         (lambda: CameraMetric()(torch.ones(2, 1, 9)), r"got \[2, 1, 9\]"),
-        (lambda: CameraMetric()(torch.zeros(1, 9)), "rotations, got one of length 0"),
+        (lambda: CameraMetric()(torch.zeros(1, 9)), "rotations, got one whose length is zero or not finite"),
+        (lambda: rotation_factor(torch.tensor([0.0, math.nan, 0.0, 1.0])), "zero or not finite"),
+        (lambda: rotation_factor(torch.tensor([0.0, math.inf, 0.0, 1.0])), "zero or not finite"),
+        (lambda: rotation_factor(torch.full((4,), 1e-40)), "zero or not finite"),
         (lambda: CameraMetric(0.0), r"translation_unit: expected a positive number, got 0\.0"),
         (lambda: CameraMetric(fov_unit=math.nan), "fov_unit: expected a positive number"),
     ],
@@ -137,3 +140,27 @@ def test_the_pullback_of_the_camera_is_that_of_rotation_vectors():
 def test_what_does_not_fit_is_refused(call, message):
     with pytest.raises(DecoderError, match=message):
         call()
+
+
+@pytest.mark.parametrize("length", [1e-30, 1e-19, 1.0, 1e20, 1e30])
+def test_quaternions_of_any_length_in_single_precision(length):
+    """Their squares would be outside its range."""
+    q = length * quaternions()
+    expected = rotation_factor(q)
+    got = rotation_factor(q.float()).double()
+    assert ((got - expected).norm(dim=(-2, -1)) < 1e-5 * expected.norm(dim=(-2, -1))).all()
+
+
+@pytest.mark.parametrize("build", [lambda *a, **k: pb.load_probe(*a, 1, **k), pb.multi_layer_probe])
+def test_only_cameras_take_the_metric_of_cameras(build):
+    """9 points have 27 numbers, as many as three poses."""
+    model, metric = tiny().requires_grad_(False), pb.CameraMetric()
+    for decoder in ("camera", "camera-1"):
+        assert build(model, decoder, output_metric=metric).output_metric is metric
+    build(model, "camera", output_metric=metric, pose_derivative="official")
+    build(model, "points-9", output_metric=torch.eye(27, dtype=torch.float64))
+    for decoder in ("points-9", "depth-3x3"):
+        with pytest.raises(DecoderError, match=f"expected decoder 'camera' or 'camera-0' .* got decoder '{decoder}'"):
+            build(model, decoder, output_metric=metric)
+    with pytest.raises(DecoderError, match="got decoder 'camera' after a task distance"):
+        build(model, "camera", output_metric=metric, distance=lambda poses: poses)

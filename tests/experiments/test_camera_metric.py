@@ -75,7 +75,9 @@ def test_where_patches_do_not_count_there_is_no_correlation(probe):
     assert "| Spearman, patches | – | – |" in table([row])
 
 
-def test_the_command_compares_every_scene_of_a_folder(tmp_path):
+@pytest.fixture
+def command(tmp_path):
+    """The command on a small model and two scenes in tmp_path/scenes."""
     model = tiny(torch.float32).save_pretrained(tmp_path / "model")
     for scene, views in (("kitchen", 2), ("garden", 3)):
         (tmp_path / "scenes" / scene).mkdir(parents=True)
@@ -85,14 +87,40 @@ def test_the_command_compares_every_scene_of_a_folder(tmp_path):
     app = Typer()
     app.command()(module.main)
     options = ["--model", str(model), "--scenes", str(tmp_path / "scenes"), "--layer", "1", "--size", "28"]
-    run = CliRunner().invoke(app, [*options, "--out", str(tmp_path / "rows.jsonl"), "--device", "cpu"])
+    return lambda *more: CliRunner().invoke(app, [*options, "--device", "cpu", *more])
+
+
+def test_the_command_compares_every_scene_of_a_folder(command, tmp_path):
+    run = command("--out", str(tmp_path / "rows.jsonl"))
     assert run.exit_code == 0, run.output
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert [(row["scene"], row["views"]) for row in rows] == [("garden", 3), ("kitchen", 2)]
     assert rows[0]["probe"].endswith("camera L01") and 0 < rows[0]["kappa_so3"] <= 1 + 1e-9
     assert "κ_cap, SO(3)-aware" in run.output and "0.995" in run.output
-    run = CliRunner().invoke(app, [*options, "--layer", "9", "--device", "cpu"])
+    assert "skipped" not in run.output
+    run = command("--layer", "9")
     assert run.exit_code == 2 and "layer: expected a layer of the aggregator" in run.output
+
+
+def test_a_scene_that_cannot_be_read_is_skipped_and_named(command, tmp_path):
+    (tmp_path / "scenes" / "garden" / "2.png").write_bytes(b"no picture")
+    rows = tmp_path / "rows.jsonl"
+    run = command("--out", str(rows))
+    assert run.exit_code == 0, run.output
+    assert [json.loads(line)["scene"] for line in rows.read_text().splitlines()] == ["kitchen"]
+    assert f"skipped {tmp_path}/scenes/garden: " in run.stderr and "2.png: not a readable image" in run.stderr
+    assert "means over 1 of 2 scenes" in run.stdout and "κ_cap, Euclidean" in run.stdout
+    run = command("--views", "2")
+    assert run.exit_code == 0 and "skipped" not in run.output, "the damaged view is not asked for"
+    (tmp_path / "scenes" / "kitchen" / "0.png").write_bytes(b"no picture")
+    run = command()
+    assert run.exit_code == 2 and "scenes: none of the 2 in" in run.output and "κ_cap" not in run.output
+
+
+def test_a_size_that_fits_no_scene_is_an_error_about_the_size(command):
+    run = command("--size", "30")
+    assert run.exit_code == 2 and "error: size=30: expected a multiple of patch_size=14" in run.output
+    assert "skipped" not in run.output
 
 
 def test_a_folder_without_images_is_refused(tmp_path):

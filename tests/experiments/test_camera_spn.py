@@ -8,7 +8,7 @@ import torch
 from typer import Typer
 from typer.testing import CliRunner
 
-from pullback.errors import PullbackError, RankError
+from pullback.errors import DecoderError, PullbackError, RankError
 from pullback.experiments import camera_spn as module
 from pullback.experiments.camera_spn import CONSTANT, UNTRAINED, CameraSpn, Settings, camera_probe, run, supervision_of
 from pullback.learning.fit_spn import example_scores
@@ -120,6 +120,12 @@ def test_unknown_supervisions_are_refused_before_anything_is_drawn(model, quick_
     with pytest.raises(PullbackError, match=r"runs: expected some of RandNLA q=1, .*Spectral, .* got 'none'"):
         next(run(model, TOY, runs=["none"], device="cpu"))
     assert quick_rows == []
+
+
+@pytest.mark.parametrize("decoder", ["depth", "depth-8x8", "points", "camera-", "camera-x"])
+def test_what_is_no_camera_is_refused_before_the_model_is_loaded(decoder):
+    with pytest.raises(DecoderError, match=rf"decoder: expected 'camera' .* got '{decoder}'"):
+        next(run("no/model", replace(TOY, decoder=decoder), device="cpu"))
 
 
 def test_a_network_that_starts_at_the_constant_subspace_begins_level_with_it(model):

@@ -47,7 +47,7 @@ def camera_metric() -> list[str]:
     return [
         "| | Euclidean | SO(3)-aware | paper, both |",
         "|---|---|---|---|",
-        f"| κ(20) | {cell(wide, 'kappa_euclidean')} | {cell(wide, 'kappa_so3')} | 0.99 |",
+        f"| κ(16) | {cell(wide, 'kappa_euclidean')} | {cell(wide, 'kappa_so3')} | 0.99 |",
         f"| κ(4) | {cell(narrow, 'kappa_euclidean')} | {cell(narrow, 'kappa_so3')} | – |",
         f"| effective rank | {cell(wide, 'effective_rank_euclidean', 2)} | {cell(wide, 'effective_rank_so3', 2)} | – |",
         "",

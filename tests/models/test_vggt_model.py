@@ -113,6 +113,15 @@ def test_heads_that_are_left_out_are_none_and_their_outputs_absent():
         _ = output.depth
 
 
+def test_without_a_dense_head_hook_layers_do_not_matter_and_are_not_kept():
+    model = pb.VGGT(pb.VGGTConfig(**{**TINY, "heads": ("camera",), "hook_layers": (4, 11, 17, 23)})).eval()
+    assert model.config.read_layers == (3,) and model.config.dense_layers == ()
+    images = scenes(1, 2, 3, 28, 28, dtype=torch.float32)
+    assert set(model.aggregator(images)) == {3} and model(images).pose_enc.shape == (1, 2, 9)
+    with pytest.raises(ModelError, match=r"hook_layers=\(4, 11, 17, 23\): expected layers from 0 to 3"):
+        pb.VGGTConfig(**{**TINY, "heads": ("camera", "point"), "hook_layers": (4, 11, 17, 23)})
+
+
 def test_images_are_echoed_in_evaluation_mode_only(model):
     training = copy.deepcopy(model).train()
     assert "images" in model(scenes(1, 3, 14, 14)) and "images" not in training(scenes(1, 3, 14, 14))
@@ -210,8 +219,9 @@ def test_heads_refuse_what_is_no_tap(model):
         model.depth_head([tap] * 3, (2, 2))
     with pytest.raises(ShapeError, match="at least 3x3 patches"):
         model.depth_head([tap] * 4, (3, 3))
-    with pytest.raises(ShapeError, match="chunk_views: expected a positive number of views"):
-        model.depth_head([tap] * 4, (2, 2), chunk_views=0)
+    for number in (0, 1.5, True, "2"):
+        with pytest.raises(ShapeError, match="chunk_views: expected a whole number of views from 1, or None for all"):
+            model.depth_head([tap] * 4, (2, 2), chunk_views=number)
     state = model.aggregator.embed(scenes(1, 1, 3, 14, 14))
     with pytest.raises(ModelError, match=r"taps: expected layers \[0, 1, 2, 3\], got \[0\]"):
         model.decode({0: tap}, state.layout)
@@ -253,3 +263,19 @@ def test_depth_and_points_of_some_views_are_those_of_all_and_cameras_stay(model)
     close(part.pose_enc, whole.pose_enc)
     for name in ("depth", "depth_conf", "world_points", "world_points_conf"):
         close(part[name], whole[name][:, some])
+
+
+@pytest.mark.parametrize(
+    ("views", "message"),
+    [
+        ([2, 0], r"a tensor \[n\] of int64, got list\. Pass torch\.tensor"),
+        (torch.tensor(1), r"got torch\.int64 \[\]"),
+        (torch.tensor([0.0]), r"got torch\.float32 \[1\]"),
+        (torch.tensor([0, 3]), "one or more views from 0 to 2, got 3"),
+        (torch.tensor([-1]), "from 0 to 2, got -1"),
+        (torch.tensor([], dtype=torch.int64), "from 0 to 2, got none"),
+    ],
+)
+def test_views_that_are_not_there_are_refused(model, views, message):
+    with pytest.raises(ShapeError, match=f"dense_views: expected .*{message}"):
+        model(scenes(3, 3, 28, 28), dense_views=views)

@@ -282,3 +282,54 @@ def test_what_does_not_fit_is_refused_with_the_reason(model, images):
         pb.load_probe(model, "depth", 1)(features)
     with pytest.raises(DecoderError, match="'camera-5' needs at least 6 views, got scenes of 2"):
         pb.load_probe(model, "camera-5", 1)(features)
+
+
+def test_a_probe_of_the_taps_takes_what_a_probe_of_a_layer_does(model, images):
+    metric = pb.CameraMetric()
+    probe = pb.multi_layer_probe(model, "camera", output_metric=metric, pose_derivative="official")
+    assert probe == scene_input_probe(model, probe.decoder, output_metric=metric)
+    assert probe.decoder.name == "camera (official derivative)"
+    assert JacobianOperator(probe, probe.features(images)).rows == 8 * VIEWS
+    for options, message in (
+        (dict(pose_derivative="official"), "pose_derivative: only the cameras of a VGGT have a choice"),
+        (dict(output_metric=metric), r"output_metric: .* only those of a VGGT take one, .* got CameraMetric\("),
+        (dict(output_metric=torch.eye(2)), r"expected None, got Tensor\. load_probe takes one for any model"),
+    ):
+        with pytest.raises(DecoderError, match=message):
+            pb.multi_layer_probe("tiny-scenes", "depth", device="cpu", **options)
+
+
+def test_layers_are_counted_of_probes_of_several_layers_alone(model, images):
+    with pytest.raises(
+        pb.PullbackError, match=r"got VGGT camera L01, whose features are of one layer\. Use multi_layer"
+    ):
+        pb.layer_multiplicity(pb.load_probe(model, "camera", 1), images)
+
+
+@pytest.fixture(scope="module")
+def single():
+    return tiny(torch.float32).requires_grad_(False)
+
+
+@pytest.mark.parametrize("decoder", ["camera", "points-5", "depth-2x3"])
+def test_autocast_reaches_neither_heads_nor_products(single, images, decoder):
+    """Features may be made in half precision; what is done with them is that of their own, and J^T that of J."""
+    views = images.float()
+    for probe in (pb.load_probe(single, decoder, 1), pb.multi_layer_probe(single, decoder)):
+        exact, features = pb.spectrum(probe, views, rank=3), probe.features(views)
+        operator = JacobianOperator(probe, features)
+        v, w = noise(2, operator.cols, 2).float(), noise(2, operator.rows, 2).float()
+        value, forward, reverse = probe(features), operator @ v, operator.T @ w
+        with torch.autocast("cpu", torch.bfloat16):
+            rounded = probe.features(views)
+            assert 1e-5 < (rounded - features).norm() / features.norm() < 0.05
+            found = probe(features)
+            assert found.dtype == torch.float32 and torch.equal(found, value)
+            operator = JacobianOperator(probe, features)
+            assert torch.equal(operator @ v, forward) and torch.equal(operator.T @ w, reverse)
+            close(pb.spectrum(probe, views, rank=3).singular_values, exact.singular_values, 0.05)
+    taps = [tap.flatten(1, 2) for tap in single.aggregator(views).values()]
+    with torch.autocast("cpu", torch.bfloat16):
+        own = probe.decoder
+        read = [taps[layer] for layer in own.layers]
+        assert own.decode(read, single.aggregator.token_layout(views)).dtype == torch.float32

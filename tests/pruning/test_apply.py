@@ -60,7 +60,7 @@ def test_called_as_the_model_is_called(name):
     if hidden is not None:
         assert hidden.shape[1] == fast.backbone.prefix + 3
     if not isinstance(output, tuple) and hasattr(output, "to_tuple"):
-        plain = fast(images, return_dict=False)
+        plain = fast(images, return_dict=False, **options_for(name))
         assert isinstance(plain, tuple) and torch.equal(plain[0], output[0])
 
 

@@ -1,5 +1,7 @@
 """Who goes, into whom, and that one decision applies to any tensor and can be undone."""
 
+import math
+
 import pytest
 import torch
 
@@ -67,6 +69,14 @@ def test_the_lowest_patches_go_and_the_prefix_never():
     kept, removed = lowest(scores, 2, prefix=2)
     assert kept.tolist() == [[0, 1, 2, 4]]
     assert sorted(removed[0].tolist()) == [3, 5]
+
+
+@pytest.mark.parametrize("score", [math.inf, math.nan])
+def test_no_score_of_a_patch_can_remove_the_prefix(score):
+    scores = torch.full((1, 6), score)
+    scores[0, :3] = 1.0
+    kept, removed = lowest(scores, 3, prefix=2)
+    assert kept[0, :2].tolist() == [0, 1] and len({*kept[0].tolist(), *removed[0].tolist()}) == 6
 
 
 def test_nothing_to_remove():

@@ -1,6 +1,8 @@
 """A plan refuses what makes no sense, and splits its ratio as promised."""
 
+import numpy as np
 import pytest
+import torch
 
 from pullback.errors import PullbackError
 from pullback.pruning import PrunePlan, preset
@@ -21,6 +23,28 @@ def test_a_share_for_each_stage():
     assert preset("best", [0.5, 0.25], [2, 5]).ratio == 0.75
 
 
+@pytest.mark.parametrize("ratio", [np.float32(0.5), np.float64(0.5), np.array(0.5), torch.tensor(0.5), [0.5]])
+@pytest.mark.parametrize("stages", [(4,), [np.int64(4)], np.array([4]), torch.tensor([4]), range(4, 5)])
+def test_numbers_of_numpy_and_torch(ratio, stages):
+    plan = preset("best", ratio, stages)
+    assert plan == preset("best", 0.5, [4])
+    assert type(plan.shares[0]) is float and type(plan.stages[0]) is int, "as JSON takes them"
+
+
+@pytest.mark.parametrize("ratio", ["0.5", None, True, ["0.5"], [None], np.array("0.5"), object()])
+def test_a_ratio_that_is_no_number(ratio):
+    with pytest.raises(
+        PullbackError, match=r"ratio: expected a share of the patch tokens such as 0\.5, or a list of one"
+    ):
+        preset("best", ratio, [4])
+
+
+@pytest.mark.parametrize("stages", [4, None, "4", ["1"], [1.0], [None], [np.float32(1)], [[1]]])
+def test_stages_that_are_no_block_indices(stages):
+    with pytest.raises(PullbackError, match=r"stages: expected block indices from 0 in a list, such as \[3, 6\], got"):
+        preset("best", 0.5, stages)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -36,6 +60,8 @@ def test_a_share_for_each_stage():
         ({"gates": (0.1, 0.1)}, "gates: expected one for each of 1 stages, got 2"),
         ({"match": "nearest"}, "match: expected one of none, task, cosine, bipartite, strided, got 'nearest'"),
         ({"reinsert": "yes"}, "reinsert: expected one of none, frozen, drift, copy, got 'yes'"),
+        ({"trust": "much"}, "trust: expected a power of the score, 0 or more, got 'much'"),
+        ({"shares": ("0.5",)}, "ratio: expected a share of the patch tokens"),
         ({"fuse_last": True}, "fuse_last: removed tokens must come back"),
     ],
 )

@@ -1,6 +1,6 @@
 """The planner against a table in which the answer can be looked up."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -80,8 +80,22 @@ def test_a_budget_that_nothing_meets():
 def test_stage_choices():
     assert stage_choices([6, 3]) == [(3,), (6,), (3, 6)]
     assert stage_choices([3, 6, 9], most=1) == [(3,), (6,), (9,)]
+    for most in (0, -1, 1.5, True):
+        with pytest.raises(PullbackError, match="stages: expected how many stages a plan may have, 1 or more, got"):
+            stage_choices([3, 6], most)
+
+
+def test_a_degradation_that_is_no_number_is_not_within_any_limit():
+    def lost(model):
+        return torch.tensor([1.0, float("nan"), 1.0])
+
+    for search in (best_within_cost, cheapest_within_degradation):
+        with pytest.raises(PullbackError, match=r"degradation of 1 of 3 is not a number \(the first is image 1\)"):
+            search(build, STAGES, cost, lost, 9.0)
 
 
 def test_a_forecast_reads_as_a_sentence():
-    text = str(best_within_cost(build, STAGES, cost, degradation, 9.0))
-    assert "of the patch tokens after block" in text and "degradation" in text
+    found = best_within_cost(build, STAGES, cost, degradation, 9.0)
+    assert "of the patch tokens after block" in str(found) and f"cost {found.cost:.4g}, degradation" in str(found)
+    measured = replace(found, flops=0.75, milliseconds=8.0, whole_milliseconds=10.0)
+    assert "0.75 of the operations, 8 ms instead of 10 ms a batch, degradation" in str(measured)

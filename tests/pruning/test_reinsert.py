@@ -51,8 +51,20 @@ def test_drift_is_measured_from_the_partner_after_the_merge():
 def test_a_partner_that_was_removed_later_is_followed_through_its_reconstruction():
     before, after, later, end, last, full = two_stages("drift")
     three = later[0, 2] + (last[0, 2] - end[0, 2])
-    torch.testing.assert_close(full[0, 3], three)
+    torch.testing.assert_close(full[0, 3], before[0, 3] + (three - after[0, 2]))
     torch.testing.assert_close(full[0, 5], before[0, 5] + (three - after[0, 2]))
+
+
+def test_a_partner_comes_back_from_the_mean_that_it_stood_for():
+    before, after, _, _, last, full = two_stages("drift")
+    torch.testing.assert_close(full[0, 2], before[0, 2] + (last[0, 1] - after[0, 1]))
+    assert torch.equal(full[0, 0], last[0, 0])  # took in nothing
+
+
+def test_where_nothing_moves_everything_is_as_it_was():
+    before = random_normal(1, 6, 3)
+    after = FIRST.merge(before, torch.ones(1, 6))
+    torch.testing.assert_close(reinserted(after, [leftover("drift", FIRST, before, after)]), before)
 
 
 def test_a_token_equal_to_its_partner_is_reconstructed_exactly():

@@ -8,9 +8,11 @@ import torch
 import pullback as pb
 from pullback.errors import ModelError, PullbackError
 from pullback.layout import TokenLayout
+from pullback.models.vggt import block
 from pullback.pruning import view_matching
 from pullback.pruning.matching import cosines as all_cosines
 from pullback.pruning.matching import match_by_cosine, rows
+from pullback.pruning.run import decide
 from pullback.pruning.vggt import PrunedVGGT, prune_views, view_plan
 from pullback.pruning.view_matching import Groups, group_tokens, nearest, residuals, strided_grid
 from vggt_models import scenes, tiny
@@ -178,6 +180,19 @@ def test_the_strided_rule_keeps_one_patch_of_each_cell_and_widens_with_the_ratio
     assert not on_grid[record.removed].any() and on_grid[record.partner].all()
 
 
+def test_within_views_the_strided_grid_widens_with_the_ratio_too(model):
+    images = scenes(2, 2, 3, 84, 84)  # 6 x 6 patches
+    for ratio, stride in ((0.5, 2), (0.75, 2), (0.8, 3), (0.88, 3), (0.9, 6)):
+        pruned = prune_views(model, "strided", ratio=ratio, stages=[0, 1], preset="strided", scope="view")
+        _, run = pruned.with_record(images)
+        grid = torch.zeros(6, 6, dtype=torch.bool)
+        grid[::stride, ::stride] = True
+        on_grid = torch.cat([torch.zeros(3, dtype=torch.bool), grid.flatten()])
+        for record in run.records:
+            assert not on_grid[record.removed].any() and on_grid[record.partner].all() and record.merged.all()
+        assert run.tokens[-1] == 2 * (3 + 36 - round(36 * ratio))
+
+
 def test_rules_are_compared_at_equal_token_counts(model, images):
     runs = [
         prune_views(model, score, ratio=0.6, stages=[1], preset=preset).run(images).tokens
@@ -187,8 +202,12 @@ def test_rules_are_compared_at_equal_token_counts(model, images):
 
 
 def test_what_cannot_be_done_is_refused(model, images):
-    with pytest.raises(PullbackError, match="no class token, which 'evit' is about"):
-        prune_views(model, "evit", ratio=0.5, stages=[0])
+    for name in ("evit", "cls-similarity"):
+        with pytest.raises(PullbackError, match=f"no class token, which '{name}' is about"):
+            prune_views(model, name, ratio=0.5, stages=[0])
+    for name in ("tome", "importance"):
+        with pytest.raises(PullbackError, match=f"one of random, norm, strided, an importance head .* got '{name}'"):
+            prune_views(model, name, ratio=0.5, stages=[0])
     with pytest.raises(PullbackError, match="scope: expected one of global, view"):
         prune_views(model, "norm", ratio=0.5, stages=[0], scope="frame")
     with pytest.raises(PullbackError, match="preset: expected one of best, strided, drop"):
@@ -201,6 +220,61 @@ def test_what_cannot_be_done_is_refused(model, images):
         PrunedVGGT(torch.nn.Linear(2, 2), view_plan("best", 0.5, [0], scope="global", depth=4), ["norm"], "global")
     with pytest.raises(PullbackError, match="expected one number per token"):
         prune_views(model, lambda tokens, context: tokens, ratio=0.5, stages=[0])(images)
+    with pytest.raises(ModelError, match=r"got the name 'tiny-views'.*VGGT\.from_pretrained\('tiny-views'\)"):
+        prune_views("tiny-views", "norm", ratio=0.5, stages=[0])
+    with pytest.raises(ModelError, match="expected a VGGT, got Linear"):
+        prune_views(torch.nn.Linear(2, 2), "norm", ratio=0.5, stages=[0])
+
+
+def test_a_model_in_training_mode_is_refused_and_left_as_it_is(images):
+    training = tiny().train()
+    for build in (
+        lambda: prune_views(training, "norm", ratio=0.5, stages=[0]),
+        lambda: PrunedVGGT(training, view_plan("best", 0.5, [0], scope="global", depth=4), ["norm"], "global"),
+    ):
+        with pytest.raises(ModelError, match=r"model: expected evaluation mode.*Call model\.eval\(\) first"):
+            build()
+    assert all(part.training for part in training.modules())
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_scores_that_are_not_finite_are_refused(model, images, scope, wrong):
+    def score(tokens, context):
+        found = tokens.norm(dim=-1)
+        found[0, 3] = wrong if context.layer == 1 else 1.0
+        return found
+
+    pruned = prune_views(model, score, ratio=0.5, stages=[0, 1], scope=scope)
+    with pytest.raises(PullbackError, match=r"finite numbers, got NaN or infinity for 1 of .* after global block 1"):
+        pruned(images)
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize("score", ["norm", "strided"])
+def test_parts_of_any_size_change_no_value(model, scope, score, monkeypatch):
+    """Tokens of a block, and cosines of a stage: 3 scenes of 3 views of 19 tokens, fewer after each stage."""
+    images, preset = scenes(3, 3, 3, 56, 56), "strided" if score == "strided" else "best"
+    pruned = prune_views(model, score, ratio=0.5, stages=[0, 1], preset=preset, scope=scope)
+    with torch.no_grad():
+        whole = pruned(images)
+        for tokens in (7, 40):
+            monkeypatch.setattr(block, "CHUNK_TOKENS", tokens)
+            monkeypatch.setattr(view_matching, "CHUNK_NUMBERS", 1000)  # two views at a time
+            close(pruned(images), whole, 1e-12)
+
+
+def test_a_stage_compares_the_tokens_of_some_views_at_a_time(model, images, monkeypatch):
+    seen = []
+
+    def spied(tokens, *arguments):
+        seen.append(tuple(tokens.shape[:2]))
+        return decide(tokens, *arguments)
+
+    monkeypatch.setattr(view_matching, "decide", spied)
+    monkeypatch.setattr(view_matching, "CHUNK_NUMBERS", 4 * 19**2 + 1)
+    prune_views(model, "norm", ratio=0.5, stages=[0], scope="view")(images)
+    assert seen == [(4, 19), (2, 19)]
 
 
 def test_a_vggt_is_sent_on_by_the_pruning_of_images_and_restored_like_other_models(model):

@@ -251,6 +251,35 @@ def test_an_evaluation_names_scores_errors_and_what_is_missed(monkeypatch):
     assert evaluate_tiny_views.table(document).count("\n") == 3
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--count", "0"], "count: expected at least 2 scenes, got 0"),
+        (["--views", "1"], "views: expected numbers of views from 2, such as 2 4 6, got [1]"),
+        (
+            ["--model", "no-such-model"],
+            "model: expected tiny-views or a folder that training wrote, got 'no-such-model'",
+        ),
+        (["--model", "tiny-scenes"], "is the configuration of 'tiny_scenes', expected 'vggt'"),
+        (["--model", "{empty}"], "has no model.safetensors"),
+        (["--model", "{headless}"], "model: expected one with the heads camera, point, depth, got camera"),
+        (["--device", "toaster"], "device: 'toaster' cannot be used here"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_the_command_refuses_what_cannot_be_measured_in_one_line(options, message, tmp_path, monkeypatch, capsys):
+    (tmp_path / "empty").mkdir()
+    VGGT(replace(TOY.model(), heads=("camera",))).save_pretrained(tmp_path / "headless")
+    options = [option.format(empty=tmp_path / "empty", headless=tmp_path / "headless") for option in options]
+    monkeypatch.setattr("sys.argv", ["evaluate", "--device", "cpu", "--out", str(tmp_path / "out.json"), *options])
+    with pytest.raises(SystemExit) as left:
+        evaluate_tiny_views.main()
+    said = capsys.readouterr()
+    assert left.value.code == 2 and said.out == "" and said.err.count("\n") == 1
+    assert said.err.startswith("error: ") and message in said.err
+    assert not (tmp_path / "out.json").exists()
+
+
 def test_checkpoints_are_split_and_an_unfinished_one_is_ignored(tmp_path):
     state = {"step": 7, "values": torch.arange(5000.0)}
     parts = write_parts(state, 7, tmp_path, part_bytes=6000)

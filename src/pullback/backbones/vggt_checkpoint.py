@@ -7,16 +7,19 @@ Names and shapes are compared before any weight is read, and only what the netwo
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pullback.backbones.checkpoint import fetched_file, first_line, known_file
 from pullback.backbones.embedded import EMBEDDED
+from pullback.backbones.loading import resolve_device
 from pullback.errors import ModelError
 from pullback.models.vggt import VGGTConfig, VGGTNetwork
 
@@ -43,20 +46,26 @@ class VGGT(VGGTNetwork):
         device: str | torch.device = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> VGGT:
-        """A hub id, a .safetensors file, a folder or `tiny-views`; in evaluation mode.
+        """A hub id, a .safetensors file, a folder or `tiny-views`; in evaluation mode. ``device``: "auto" is the GPU
+        where there is one.
 
         Without ``config``, sizes come from a config.json beside the weights; fields that it lacks, or all of them where
         there is none, are those of VGGT-1B. Weights of a head that the config leaves out, and of VGGT's track head,
         which is no part of this package, are ignored; any other difference in names or shapes is an error.
         """
-        where = os.fspath(EMBEDDED.get(os.fspath(name), name))
+        where, target = _place(name), resolve_device(device)
+        if config is not None and not isinstance(config, VGGTConfig):
+            raise ModelError(
+                f"config: expected a VGGTConfig, got a {type(config).__name__}. Of a dictionary, pass "
+                "VGGTConfig.from_dict(config)."
+            )
         weights = _weights_file(where)
         config = config or _read_config(where, weights)
         with torch.device("meta"):
             model = cls(config)
         state = _read_weights(model, weights, where)
         model.load_state_dict(state, assign=True)
-        return model.to(device=device, dtype=dtype).eval()
+        return model.to(device=target, dtype=dtype).eval()
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> Path:
         """Write config.json and model.safetensors, in the dtype of the weights; the folder is made where missing."""
@@ -71,6 +80,15 @@ class VGGT(VGGTNetwork):
         save_file(tensors, path / f".{WEIGHTS}.part", metadata={"format": "pt"})
         os.replace(path / f".{WEIGHTS}.part", path / WEIGHTS)
         return path
+
+
+def _place(name: str | os.PathLike[str]) -> str:
+    if not isinstance(name, str | os.PathLike) or not os.fspath(name):
+        raise ModelError(
+            "name: expected a hub id, a .safetensors file, a folder ('.' for the current one) or 'tiny-views', got "
+            f"{name!r}."
+        )
+    return os.fspath(EMBEDDED.get(os.fspath(name), name))
 
 
 def _weights_file(where: str) -> Path:
@@ -122,14 +140,33 @@ def _read_config(where: str, weights: Path) -> VGGTConfig:
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
         kind = stored.get("model_type", MODEL_TYPE)
+        if kind == MODEL_TYPE:
+            _check_kinds(stored)
         config = VGGTConfig.from_dict(stored) if kind == MODEL_TYPE else None
-    except ModelError:
-        raise
-    except (ValueError, AttributeError, TypeError) as error:
+    except ModelError as error:
+        raise ModelError(f"name: {path}: {error}") from None
+    except (ValueError, AttributeError, TypeError, OverflowError) as error:
         raise ModelError(f"name: {path} is not a VGGT configuration: {first_line(error)}.") from None
     if config is None:
         raise ModelError(f"name: {path} is the configuration of {kind!r}, expected {MODEL_TYPE!r}. Pass config=.")
     return config
+
+
+def _check_kinds(stored: Mapping[str, Any]) -> None:
+    """JSON may hold anything; the values of whole numbers and choices are checked by the configuration itself."""
+    for field in fields(VGGTConfig):
+        value = stored.get(field.name, field.default)
+        members = value if isinstance(value, list | tuple) else [None]
+        if field.type == "float" and not _is_number(value):
+            raise ModelError(f"{field.name}: expected a number, got {value!r}.")
+        if field.type == "tuple[int, ...]" and not all(type(one) is int for one in members):
+            raise ModelError(f"{field.name}: expected a list of whole numbers, got {value!r}.")
+        if field.type == "tuple[str, ...]" and not all(isinstance(one, str) for one in members):
+            raise ModelError(f"{field.name}: expected a list of names, got {value!r}.")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _read_weights(model: VGGTNetwork, weights: Path, where: str) -> dict[str, Tensor]:
@@ -139,10 +176,9 @@ def _read_weights(model: VGGTNetwork, weights: Path, where: str) -> dict[str, Te
     absent = tuple(f"{name}." for name in ("track_head", *_absent_heads(model)))
     try:
         with safe_open(weights, framework="pt") as file:
-            stored = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-            check_names_and_shapes(
-                expected, {name: shape for name, shape in stored.items() if not name.startswith(absent)}, where
-            )
+            slices = {name: file.get_slice(name) for name in file.keys() if not name.startswith(absent)}  # noqa: SIM118
+            check_names_and_shapes(expected, {name: tuple(part.get_shape()) for name, part in slices.items()}, where)
+            _check_dtypes({name: part.get_dtype() for name, part in slices.items()}, where)
             return {name: file.get_tensor(name) for name in expected}
     except (SafetensorError, OSError) as error:
         raise ModelError(f"name: the weights of {where!r} could not be read: {first_line(error)}.") from None
@@ -169,6 +205,16 @@ def check_names_and_shapes(
         raise ModelError(
             f"name: the weights in {where!r} are not those of this VGGT ({len(expected)} parameters): {listed}. "
             "Pass the config= that they were made with, or another checkpoint."
+        )
+
+
+def _check_dtypes(stored: Mapping[str, str], where: str) -> None:
+    """By the names of safetensors: F32, BF16, I64, BOOL and so on."""
+    wrong = [f"{name} ({dtype})" for name, dtype in stored.items() if not dtype.startswith(("F", "BF"))]
+    if wrong:
+        raise ModelError(
+            f"name: the weights in {where!r} are not those of a VGGT: {len(wrong)} not in floating point: "
+            f"{_some(wrong)}. Expected float32, float16 or bfloat16; convert quantised weights back first."
         )
 
 

@@ -93,14 +93,14 @@ def parse_size(text: str | None) -> int | tuple[int, int] | None:
     return (int(match[1]), int(match[2])) if match[2] else int(match[1])
 
 
-def refuse_scenes(model: str, command: str, instead: str) -> None:
+def refuse_scenes(model: str, command: str, instead: str, page: str = "docs/vggt.md") -> None:
     """Commands that read single images say so before they load a VGGT, whose samples are scenes of several views."""
     from pullback.backbones.vggt import is_vggt
 
     if is_vggt(model):
         raise PullbackError(
             f"model: `pullback {command}` expects a model of single images, got {model!r}, a VGGT, whose samples are "
-            f"scenes of several views. In Python, use {instead} (docs/vggt.md)."
+            f"scenes of several views. In Python, use {instead} ({page})."
         )
 
 

@@ -42,7 +42,8 @@ def plan(
     with ProgressDisplay(console(stderr=True)) as progress, reported(progress, out):
         progress.stage("loading torch")
         prepare()
-        refuse_scenes(model, "plan", "pullback.pruning.vggt.prune_views(model, score, ratio=..., stages=...)")
+        instead = "pullback.pruning.vggt.prune_views(model, score, ratio=..., stages=...)"
+        refuse_scenes(model, "plan", instead, "docs/vggt-pruning.md")
         from pullback.learning.head import ImportanceHead
         from pullback.planning import plan_pruning
         from pullback.probes import load_probe
@@ -72,9 +73,8 @@ def plan(
             progress.stage(f"writing {out}")
             pruned = prune(network, [scores[stage] for stage in chosen], ratio=forecast.plan.ratio, stages=chosen)
             pruned.save_pretrained(out)
-    unit = "ms a batch" if milliseconds is not None else "of the operations"
     screen = console()
-    screen.print(f"{forecast} ({unit}; {forecast.measured} plans tried on {len(pictures)} images)", soft_wrap=True)
+    screen.print(f"{forecast} ({forecast.measured} plans tried on {len(pictures)} images)", soft_wrap=True)
     if out is not None:
         screen.print(f"written to {out}/", style="bold", markup=False)
 

@@ -78,7 +78,8 @@ def prune(
     with Drawing() as drawing, ProgressDisplay(console(stderr=True)) as progress, reported(progress, out):
         progress.stage("loading torch")
         prepare()
-        refuse_scenes(model, "prune", "pullback.pruning.vggt.prune_views(model, score, ratio=..., stages=...)")
+        instead = "pullback.pruning.vggt.prune_views(model, score, ratio=..., stages=...)"
+        refuse_scenes(model, "prune", instead, "docs/vggt-pruning.md")
         from pullback.commands.prune_rows import PruneRequest, run_comparison
 
         request = PruneRequest(

@@ -19,7 +19,7 @@ from pullback.commands.join_reports import join_reports
 from pullback.data.scene_folders import ReadScenes, SceneViews, read_scenes
 from pullback.decoders import task_distance
 from pullback.decoders.scene import SCENE_DECODERS, build_scene_decoder
-from pullback.errors import PullbackError
+from pullback.errors import ModelError, PullbackError
 from pullback.geometry import Tractability, diagnose, layer_multiplicity
 from pullback.probes.vggt import SceneInputProbe, SceneProbe
 from pullback.randnla import Estimate
@@ -68,6 +68,7 @@ def build_scene_probes(request: DiagnosisRequest, backbone: SceneBackbone) -> li
         if isinstance(layer, str):
             probes.append(SceneInputProbe(backbone, decoder, distance))
         else:
+            _check_layer(layer, backbone)
             probes.append(SceneProbe(backbone, decoder, layer, distance=distance))
     return probes
 
@@ -158,6 +159,15 @@ def _checked_width(request: DiagnosisRequest) -> int | None:
             f"got {height}x{width}. Use --size {width}."
         )
     return request.size
+
+
+def _check_layer(layer: int, backbone: SceneBackbone) -> None:
+    """The backbone's own check advises in Python."""
+    if not 0 <= layer < backbone.depth:
+        raise ModelError(
+            f"layer: expected a layer of the aggregator from 0 to {backbone.depth - 1} ({backbone.name} has "
+            f"{backbone.depth}), got {layer}. The heads' own input is --layer hooks."
+        )
 
 
 def _check_precision(request: DiagnosisRequest) -> None:

@@ -1,8 +1,8 @@
 """Views of a scene as VGGT wants them: one width, sides divisible by the patch size, values in [0, 1], not normalised.
 
 Views are told apart by their place in the batch, so a file that cannot be read is an error, not a gap. Pictures are
-turned upright by their EXIF orientation, like all images of this package; without that tag, pixels are those of the
-published loader.
+turned upright by their EXIF orientation, like all images of this package. Without that tag, pixels are those of the
+published loader, but for pictures in gray, palette or RGB that have transparency: see `_on_white`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ def load_views(path: ImageSource, *, mode: Fit = "crop", size: int = 518, patch_
     "pad" makes the longer side ``size`` and fills up to a white-edged square, so that nothing is lost. Views of
     different shapes are filled up with white to the largest, with a warning.
     """
-    _check(mode, size, patch_size)
+    if mode not in get_args(Fit):
+        raise ImageError(f"mode: expected 'crop' or 'pad', got {mode!r}.")
+    check_width(size, patch_size)
     views = [_read(file, lambda picture: _fitted(picture, mode, size, patch_size)) for file in find_images(path)]
     height, width = (max(view.shape[axis] for view in views) for axis in (1, 2))
     if any(view.shape[1:] != (height, width) for view in views):
@@ -45,8 +47,8 @@ def load_views(path: ImageSource, *, mode: Fit = "crop", size: int = 518, patch_
 def load_square_views(path: ImageSource, *, size: int = 1024) -> tuple[Tensor, Tensor]:
     """Views with black edges to squares, [S, 3, size, size] in [0, 1], and where each picture lies in its square:
     [S, 6], x and y of its first and last corner in pixels of the square, then its own width and height."""
-    if size < 1:
-        raise ImageError(f"size={size}: expected a positive number of pixels.")
+    if not isinstance(size, int) or size < 1:
+        raise ImageError(f"size={size!r}: expected a positive whole number of pixels, such as 1024.")
     squares = [_read(file, lambda picture: _squared(picture, size)) for file in find_images(path)]
     boxes = torch.tensor([box for _, box in squares], dtype=torch.float32)
     return torch.stack([pixels for pixels, _ in squares]), boxes
@@ -65,22 +67,35 @@ def _squared(picture: Image.Image, size: int) -> tuple[Tensor, list[float]]:
     return pixels, [*(corner * size / side for corner in corners), picture.width, picture.height]
 
 
-def _check(mode: str, size: int, patch_size: int) -> None:
-    if mode not in get_args(Fit):
-        raise ImageError(f"mode: expected 'crop' or 'pad', got {mode!r}.")
-    if patch_size < 1 or size < patch_size or size % patch_size:
-        raise ImageError(f"size={size}: expected a multiple of patch_size={patch_size}, such as {37 * patch_size}.")
+def check_width(size: int, patch_size: int) -> None:
+    """Views can be made this wide: whole patches."""
+    if not isinstance(patch_size, int) or patch_size < 1:
+        raise ImageError(f"patch_size={patch_size!r}: expected a positive whole number of pixels, such as 14.")
+    if not isinstance(size, int) or size < patch_size or size % patch_size:
+        raise ImageError(
+            f"size={size!r}: expected a multiple of patch_size={patch_size}, as an int, such as {37 * patch_size}."
+        )
 
 
 def _read(file: Path, use: Callable[[Image.Image], _T]) -> _T:
-    """What ``use`` makes of the picture in RGB, in which what is transparent became white."""
+    """What ``use`` makes of the picture in RGB, on white."""
     try:
         with upright(file) as image:
-            if image.mode == "RGBA":
-                image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-            return use(to_rgb(image))
+            return use(to_rgb(_on_white(image)))
     except Exception as error:  # on a damaged file Pillow's decoders raise nearly anything
         raise ImageError(f"path: {file}: {reason_of(error)}. A scene needs all of its views.") from None
+
+
+def _on_white(image: Image.Image) -> Image.Image:
+    """What is transparent became white, by an alpha channel or by a colour that stands for it (GIF, PNG).
+
+    The published loader does so in mode RGBA alone, where pixels are the same; elsewhere it shows the hidden colours,
+    mostly black. 16-bit gray, for which Pillow has no alpha, stays opaque.
+    """
+    transparent = image.getbands()[-1] == "A" or "transparency" in image.info
+    if not transparent or image.mode.startswith("I"):
+        return image
+    return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
 
 
 def _fitted(picture: Image.Image, mode: Fit, size: int, patch: int) -> Tensor:

@@ -22,6 +22,7 @@ distance. Fields of view are in radians as well, b = 1. (The paper says "compara
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +32,7 @@ from pullback.errors import DecoderError
 
 POSE, FREE = 9, 8
 """Numbers of a pose encoding, and how many of them are left without the length of the quaternion."""
+_CAMERA = r"camera(-\d+)?( \(official derivative\))?"  # as `scene.camera` names its decoders
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,16 @@ class CameraMetric:
         """As a store of targets records it."""
         return f"CameraMetric(translation_unit={self.translation_unit:g}, fov_unit={self.fov_unit:g})"
 
+    def check(self, decoder: str, *, distance: bool) -> None:
+        """Refuse a decoder, by its name, whose outputs are no poses, even where their number would fit."""
+        if distance or not re.fullmatch(_CAMERA, decoder):
+            after = " after a task distance" if distance else ""
+            raise DecoderError(
+                f"output_metric: CameraMetric is about pose encodings, expected decoder 'camera' or 'camera-0' (any "
+                f"view) without a task distance, got decoder {decoder!r}{after}. Leave the metric out, or pass a "
+                "factor L of your own."
+            )
+
     def __call__(self, output: Tensor) -> Tensor:
         """L at poses [B, 9 S]: [B, 9 S, 8 S]."""
         if output.ndim != 2 or output.shape[1] % POSE or output.shape[1] == 0:
@@ -73,12 +85,17 @@ class CameraMetric:
 def rotation_factor(quaternion: Tensor) -> Tensor:
     """(2 / |q|^2) E(q)^T [..., 4, 3] of quaternions [..., 4] (scalar last, any length): its transpose takes dq to the
     rotation vector omega in radians, dR = [omega]x R."""
-    squared = quaternion.square().sum(-1)[..., None, None]
-    if not (squared > 0).all():
-        raise DecoderError("output_metric: expected quaternions that are rotations, got one of length 0.")
-    x, y, z, w = quaternion.unbind(-1)
+    # of q / max |q_i|, because |q|^2 itself would leave the range of float32 from lengths of 1e-19 and 1e19 on
+    largest = quaternion.abs().amax(-1)[..., None]
+    if not ((largest >= torch.finfo(quaternion.dtype).tiny) & largest.isfinite()).all():
+        raise DecoderError(
+            "output_metric: expected quaternions that are rotations, got one whose length is zero or not finite."
+        )
+    scaled = quaternion / largest
+    x, y, z, w = scaled.unbind(-1)
     rows = [w, z, -y, -z, w, x, y, -x, w, -x, -y, -z]  # E^T: w I - [v]x above -v^T
-    return 2 * torch.stack(rows, -1).unflatten(-1, (4, 3)) / squared
+    lengths = scaled.square().sum(-1)[..., None, None] * largest[..., None]
+    return 2 * torch.stack(rows, -1).unflatten(-1, (4, 3)) / lengths
 
 
 def block_diagonal(blocks: Tensor) -> Tensor:

@@ -6,7 +6,8 @@
 The same Jacobian is read under two output metrics: Euclidean, in which nine numbers of three kinds weigh alike, and the
 SO(3)-aware one of `CameraMetric`. One row per scene: kappa_cap and the effective rank under both, the rank correlation
 of the importances, and on how many tokens two pruned sets of half of them agree. Every folder in ``--scenes`` that
-holds images is a scene. The paper reports kappa_cap 0.99 under both, Spearman 0.995 and 97 % of the tokens.
+holds images is a scene; one that cannot be read is skipped and named. The paper reports kappa_cap 0.99 under both,
+Spearman 0.995 and 97 % of the tokens.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ import torch
 import typer
 from torch import Tensor
 
+from pullback.data.images import SkippedImage
 from pullback.data.scene_folders import SceneFolder, find_scenes
+from pullback.data.vggt_images import check_width
 from pullback.decoders import CameraMetric
-from pullback.errors import PullbackError
+from pullback.errors import ImageError, PullbackError
 from pullback.evaluation import spearman
 from pullback.geometry import Spectrum, spectrum, token_importance
 from pullback.geometry.batches import output_size
@@ -122,11 +125,17 @@ def pruning_agreement(first: Tensor, second: Tensor, ratio: float = PRUNED) -> T
 
 def scene_rows(
     probe: SceneProbe, scenes: Sequence[SceneFolder], *, rank: int, views: int | None, size: int | None
-) -> Iterator[Row]:
-    """One scene at a time, since scenes may differ in their number of views."""
+) -> Iterator[Row | SkippedImage]:
+    """One scene at a time, since scenes may differ in their number of views: its row, or why it cannot be read."""
+    if size is not None:
+        check_width(size, probe.backbone.model.config.patch_size)
     for scene in scenes:
         files = scene.files[:views]
-        images = probe.load_views(files, size)
+        try:
+            images = probe.load_views(files, size)
+        except ImageError as error:
+            yield SkippedImage(scene.folder, str(error).removeprefix("path: "))
+            continue
         comparison = compare_metrics(probe, images, rank=rank)
         yield {"scene": scene.folder.name, "views": len(files), "probe": probe.name, **comparison.rows()[0]}
 
@@ -168,12 +177,21 @@ def main(
         probe = scene_probe(model, "camera", layer, device=device, pose_derivative=pose_derivative)
         rows: list[Row] = []
         for row in scene_rows(probe, folders, rank=rank, views=views, size=size):
+            if isinstance(row, SkippedImage):
+                typer.echo(f"skipped {row}", err=True)
+                continue
             rows.append(row)
             if out is not None:
                 out.parent.mkdir(parents=True, exist_ok=True)
                 with out.open("w" if len(rows) == 1 else "a", encoding="utf-8") as file:
                     file.write(json.dumps(row, allow_nan=False) + "\n")
+        if not rows:
+            raise ImageError(
+                f"scenes: none of the {len(folders)} in {scenes} can be read. Replace the files named above."
+            )
         typer.echo(table(rows))
+        if len(rows) < len(folders):
+            typer.echo(f"means over {len(rows)} of {len(folders)} scenes; the others were skipped")
     except (PullbackError, OSError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None

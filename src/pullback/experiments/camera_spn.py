@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -30,7 +31,7 @@ from torch import Tensor
 
 from pullback.backbones.vggt import load_scene_backbone
 from pullback.decoders.scene import build_scene_decoder
-from pullback.errors import PullbackError, RankError
+from pullback.errors import DecoderError, PullbackError, RankError
 from pullback.experiments.scene_taxonomy import draw_scenes
 from pullback.geometry.batches import output_size
 from pullback.learning.fit import FitConfig, fit
@@ -211,6 +212,11 @@ def rank_of(probe: SceneProbe, images: Tensor, rank: int | None) -> int:
 
 
 def camera_probe(model: str, settings: Settings, device: str) -> SceneProbe:
+    if not re.fullmatch(r"camera(-\d+)?", settings.decoder):
+        raise DecoderError(
+            f"decoder: expected 'camera' (of all views) or one such as 'camera-1' (of one view), got "
+            f"{settings.decoder!r}. Exact modes of every scene are taken here, which needs the few rows of a camera."
+        )
     backbone = replace(load_scene_backbone(model, device=device), name=short_name(model))
     layer = backbone.depth // 2 if settings.layer is None else settings.layer
     return SceneProbe(backbone, build_scene_decoder(settings.decoder, backbone), layer)

@@ -33,6 +33,12 @@ def layer_multiplicity(probe: LayeredProbe, images: Tensor, *, num_probes: int =
         raise ImageError("images: expected at least one image, got an empty batch.")
     if num_probes < 2:
         raise PullbackError(f"num_probes: expected at least 2, for an error bar, got {num_probes}.")
+    if not hasattr(probe, "layers"):
+        name = getattr(probe, "name", type(probe).__name__)
+        raise PullbackError(
+            f"probe: expected one of several layers side by side, got {name}, whose features are of one layer. Use "
+            "multi_layer_probe(model, decoder)."
+        )
     layers = len(probe.layers)
     features = probe.features(images)
     results = [

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from pullback.backbones import Backbone, load_backbone
 from pullback.backbones.vggt import is_vggt
 from pullback.backbones.vggt_checkpoint import VGGT
-from pullback.decoders import Decoder, TaskDistance, build_decoder, task_distance
-from pullback.errors import ShapeError
+from pullback.decoders import Decoder, OutputMetric, TaskDistance, build_decoder, task_distance
+from pullback.errors import DecoderError, ShapeError
 from pullback.layout import TokenLayout
 from pullback.operators import FunctionLinearization
 from pullback.probes.features import Features
@@ -101,6 +101,8 @@ def multi_layer_probe(  # type: ignore[overload-overlap]  # a VGGT is a module t
     dtype: torch.dtype = ...,
     distance: str | TaskDistance | None = ...,
     after_norm: bool = ...,
+    output_metric: OutputMetric | None = ...,
+    pose_derivative: str = ...,
 ) -> SceneInputProbe: ...
 
 
@@ -113,6 +115,8 @@ def multi_layer_probe(
     dtype: torch.dtype = ...,
     distance: str | TaskDistance | None = ...,
     after_norm: bool = ...,
+    output_metric: OutputMetric | None = ...,
+    pose_derivative: str = ...,
 ) -> MultiLayerProbe: ...
 
 
@@ -124,13 +128,32 @@ def multi_layer_probe(
     dtype: torch.dtype = torch.float32,
     distance: str | TaskDistance | None = None,
     after_norm: bool = True,
+    output_metric: OutputMetric | None = None,
+    pose_derivative: str = "exact",
 ) -> MultiLayerProbe | SceneInputProbe:
     """The multi-layer probe of a frozen model and one of its dense decoders.
 
-    A VGGT gives the `SceneInputProbe` of `scene_input_probe`, which has more choices. No norm lies between its blocks
-    and its heads, so ``after_norm`` makes no difference there.
+    A VGGT gives the `SceneInputProbe` of `scene_input_probe`; ``output_metric`` and ``pose_derivative`` are for it
+    alone. No norm lies between its blocks and its heads, so ``after_norm`` makes no difference there.
     """
     if is_vggt(model):
-        return scene_input_probe(model, decoder, device=device, dtype=dtype, distance=distance)  # type: ignore[arg-type]
+        return scene_input_probe(
+            model,  # type: ignore[arg-type]  # is_vggt has looked
+            decoder,
+            device=device,
+            dtype=dtype,
+            distance=distance,
+            output_metric=output_metric,
+            pose_derivative=pose_derivative,
+        )
+    if pose_derivative != "exact":
+        raise DecoderError(
+            f"pose_derivative: only the cameras of a VGGT have a choice, expected 'exact', got {pose_derivative!r}."
+        )
+    if output_metric is not None:
+        raise DecoderError(
+            f"output_metric: of the probes of several layers only those of a VGGT take one, expected None, got "
+            f"{getattr(output_metric, '__name__', type(output_metric).__name__)}. load_probe takes one for any model."
+        )
     backbone = load_backbone(model, device=device, dtype=dtype)
     return MultiLayerProbe(backbone, build_decoder(decoder, backbone), task_distance(distance), after_norm)

@@ -19,6 +19,7 @@ from pullback.backbones.vggt_checkpoint import VGGT
 from pullback.data.images import ImageSource, PixelFormat
 from pullback.data.vggt_images import load_views
 from pullback.decoders import Decoder, OutputMetric, TaskDistance, task_distance
+from pullback.decoders.camera_metric import CameraMetric
 from pullback.decoders.scene import build_scene_decoder
 from pullback.errors import PullbackError, ShapeError
 from pullback.layout import TokenLayout
@@ -28,6 +29,32 @@ from pullback.probes.vggt_linearization import SceneLinearization, tangent_cost
 
 FEATURE_VIEWS = 32
 """Views per forward pass when features are computed, and at least one scene."""
+
+
+def no_autocast(device: torch.device) -> torch.autocast:
+    """Probe maps and their products compute in the dtype of the features: these may be made under autocast, but it
+    cannot be batched over tangents, and would make J^T another matrix than J."""
+    return torch.autocast(device.type, enabled=False)
+
+
+def exactly(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def exact(features: Tensor) -> Tensor:
+        with no_autocast(features.device):
+            return function(features)
+
+    return exact
+
+
+class ExactLinearization(SceneLinearization):
+    """The derivative of an operation runs under the autocast of the moment, not under that of the operation."""
+
+    def pushforward(self, tangents: Tensor) -> Tensor:
+        with no_autocast(tangents.device):
+            return super().pushforward(tangents)
+
+    def pullback(self, cotangents: Tensor) -> Tensor:
+        with no_autocast(cotangents.device):
+            return super().pullback(cotangents)
 
 
 class OfScenes:
@@ -45,6 +72,10 @@ class OfScenes:
     @property
     def device(self) -> torch.device:
         return self.backbone.device
+
+    def _check_metric(self) -> None:
+        if isinstance(self.output_metric, CameraMetric):
+            self.output_metric.check(self.decoder.name, distance=self.distance is not None)
 
     def load_views(self, path: ImageSource, size: int | None = None) -> Tensor:
         """The views of one scene as this network wants them, [1, S, 3, H, W]: ``size`` wide, sides whole patches."""
@@ -81,7 +112,8 @@ class OfScenes:
         """The `Linearization` at these features that `JacobianOperator` multiplies with."""
         layout, point = self.token_layout(features), features.as_subclass(torch.Tensor)
         cost = tangent_cost(self.backbone, self.decoder, layout, point)
-        return SceneLinearization(self.bind(features), point, self.output_metric, cost)
+        with no_autocast(point.device):
+            return ExactLinearization(self.bind(features), point, self.output_metric, cost)
 
     def _decode(self, taps: Sequence[Tensor], layout: TokenLayout) -> Tensor:
         output = self.decoder.decode(taps, layout)
@@ -114,6 +146,10 @@ class SceneProbe(AtLayer, OfScenes):
     distance: TaskDistance | None = None
     output_metric: OutputMetric | None = None
     read_probe_layer: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_metric()
 
     @cached_property
     def _held(self) -> tuple[int, ...]:
@@ -154,7 +190,7 @@ class SceneProbe(AtLayer, OfScenes):
                     taps[layer] = step.tap()
             return self._decode([taps[layer] for layer in self.decoder.layers], layout)
 
-        return bound
+        return exactly(bound)
 
 
 @dataclass(frozen=True)
@@ -169,6 +205,9 @@ class SceneInputProbe(OfScenes):
     decoder: Decoder
     distance: TaskDistance | None = None
     output_metric: OutputMetric | None = None
+
+    def __post_init__(self) -> None:
+        self._check_metric()
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -192,7 +231,7 @@ class SceneInputProbe(OfScenes):
     def bind(self, features: Tensor) -> Callable[[Tensor], Tensor]:
         self._check_width(features, 2 * self.backbone.dim * len(self.layers))
         layout = self.token_layout(features)
-        return lambda joined: self._decode(joined.chunk(len(self.layers), -1), layout)
+        return exactly(lambda joined: self._decode(joined.chunk(len(self.layers), -1), layout))
 
 
 def scene_probe(

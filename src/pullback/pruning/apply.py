@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,15 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from pullback.backbones import load_backbone
-from pullback.errors import ModelError, PullbackError
+from pullback.errors import ModelError, PullbackError, ShapeError
 from pullback.pruning.context import Modes, Score
-from pullback.pruning.outputs import assembler
+from pullback.pruning.outputs import FIXED_SIZE, assembler, check_output_class
 from pullback.pruning.plan import PrunePlan
 from pullback.pruning.plan import preset as named_plan
 from pullback.pruning.run import PrunedRun, forward, prepared
 from pullback.pruning.vggt import PrunedVGGT
 
 Choice = str | nn.Module | Score
+EXTRAS = ("output_hidden_states", "output_attentions")
 logger = logging.getLogger(__name__)
 
 
@@ -34,8 +36,9 @@ class PrunedModel(nn.Module):
         self, model: nn.Module, plan: PrunePlan, scores: Sequence[Choice], modes: Modes | nn.Module | None = None
     ) -> None:
         super().__init__()
+        _check_model(model)
         self.model, self.plan = model, plan
-        self.backbone = load_backbone(model)
+        self._take_apart()
         self._assemble = assembler(self.backbone)
         self.scores, self.modes = prepared(self.backbone, plan, scores, modes)
         self.heads = nn.ModuleList(dict.fromkeys(score for score in self.scores if isinstance(score, nn.Module)))
@@ -48,8 +51,9 @@ class PrunedModel(nn.Module):
     def forward(self, pixel_values: Tensor, **options: Any) -> Any:
         if self.plan.ratio == 0:
             return self.model(pixel_values, **options)
-        as_tuple = options.pop("return_dict", None) is False
+        as_tuple = self._as_tuple(options.pop("return_dict", None))
         self._check(options)
+        self._check_size(pixel_values, bool(options.get("interpolate_pos_encoding")))
         output = self.pruned(pixel_values)
         return output.to_tuple() if as_tuple else output
 
@@ -61,12 +65,15 @@ class PrunedModel(nn.Module):
         """The same, and what each stage did."""
         layers = self._layers()
         run = self.run(pixel_values, layers)
-        layout = self.backbone.token_layout(pixel_values)
+        layout = self.backbone.token_layout(self._whole_patches(pixel_values))
         return self._assemble(self.backbone, dict(zip(layers, run.taps, strict=True)), layout), run
 
     def run(self, pixel_values: Tensor, layers: Sequence[int]) -> PrunedRun:
         """The tokens at some layers, and what each stage did."""
-        return forward(self.backbone, pixel_values, self.plan, self.scores, layers=layers, modes=self.modes)
+        if not torch.compiler.is_compiling() and self._stale():
+            self._take_apart()
+        images = self._whole_patches(pixel_values)
+        return forward(self.backbone, images, self.plan, self.scores, layers=layers, modes=self.modes)
 
     def save_pretrained(self, folder: str | Path) -> Path:
         """The plan, the heads and the model, for `from_pretrained`."""
@@ -86,21 +93,77 @@ class PrunedModel(nn.Module):
     def _layers(self) -> tuple[int, ...]:
         return tuple(sorted({*self.backbone.hook_layers, self.backbone.depth - 1}))
 
-    @staticmethod
-    def _check(options: dict[str, Any]) -> None:
-        """Positions are always interpolated here; whatever else would change the output is refused."""
-        wanted = [name for name, value in options.items() if value and name != "interpolate_pos_encoding"]
+    def _whole_patches(self, images: Tensor) -> Tensor:
+        """The images [B, 3, H, W] without the pixels at the right and the bottom that fill no patch: the models' own
+        convolutions pass over them. An image without any patch is left to the backbone's error."""
+        patch = self.backbone.patch_size
+        height, width = images.shape[-2:]
+        if (height % patch == 0 and width % patch == 0) or min(height, width) < patch:
+            return images
+        return images[..., : height // patch * patch, : width // patch * patch]
+
+    def _as_tuple(self, return_dict: bool | None) -> bool:
+        """What was asked for, else what the configuration says, as transformers does."""
+        default = getattr(self.config, "return_dict", None)
+        if return_dict is False and default is None:
+            raise ModelError(f"return_dict: {type(self.model).__name__} has one form of output. Leave it out.")
+        return (default if return_dict is None else return_dict) is False
+
+    def _check(self, options: dict[str, Any]) -> None:
+        """Whatever would change the output is refused, also where the configuration asks for it."""
+        for name in EXTRAS:
+            if options.get(name) is None and getattr(self.config, name, False):
+                raise ModelError(
+                    f"{name}: the model's configuration asks for it, and a pruned model gives its output alone. Pass "
+                    f"{name}=False, or ask the original: pb.restore(model)."
+                )
+        wanted = [name for name, value in options.items() if value is not None and value is not False]
+        wanted = [name for name in wanted if name != "interpolate_pos_encoding"]
         if wanted:
             raise ModelError(
                 f"{wanted[0]}: a pruned model gives its output alone, because inner tokens are no longer those of the "
                 "model. Leave it out, or ask the original: pb.restore(model)."
             )
 
+    def _check_size(self, images: Tensor, interpolate: bool) -> None:
+        """As the model: positions for another size than the trained one only where the caller asks for them."""
+        if interpolate or self.backbone.family not in FIXED_SIZE:
+            return
+        size = self.config.image_size
+        expected = (size, size) if isinstance(size, int) else tuple(size)
+        if tuple(images.shape[-2:]) != expected:
+            raise ShapeError(
+                f"pixel_values: {type(self.model).__name__} expects {expected[0]}x{expected[1]} pixels, got "
+                f"{'x'.join(str(side) for side in images.shape[-2:])}. Resize them, or pass "
+                "interpolate_pos_encoding=True."
+            )
+
+    def _take_apart(self) -> None:
+        """The backbone refers to the parameters that the model has now, which are kept to notice others later."""
+        self.backbone = load_backbone(self.model)
+        self._places = [
+            (module._parameters, name, value)
+            for module in self.model.modules()
+            for name, value in module._parameters.items()
+        ]
+
+    def _stale(self) -> bool:
+        """Whether a parameter was replaced: by load_state_dict(..., assign=True), or by hand."""
+        return any(place.get(name) is not value for place, name, value in self._places)
+
     def _apply(self, fn: Any, recurse: bool = True) -> PrunedModel:
         """After a change of dtype or device the backbone refers to the new parameters."""
         super()._apply(fn, recurse)
-        self.backbone = load_backbone(self.model)
+        self._take_apart()
         return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy takes its own model apart: parts of parameters would else be copies of their own, and stay behind."""
+        return {name: value for name, value in self.__dict__.items() if name not in ("backbone", "_places")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._take_apart()
 
 
 def prune(
@@ -123,16 +186,48 @@ def prune(
     a decoder). ``modes``: preset "paper" on class tokens matches by d_task, with the metric of a Spectral Pullback
     Network: the score itself, or this one; or with exact modes, a function.
     """
+    pruned = pruned_copy(model, score, ratio=ratio, stages=stages, preset=preset, dense=dense, modes=modes)
+    for note in pruned.plan.notes(pruned.backbone.depth):
+        logger.warning(note)
+    return pruned
+
+
+def pruned_copy(
+    model: nn.Module,
+    score: Choice | Sequence[Choice],
+    *,
+    ratio: float | Sequence[float],
+    stages: Sequence[int],
+    preset: str = "best",
+    dense: bool | None = None,
+    modes: Modes | nn.Module | None = None,
+) -> PrunedModel:
+    """`prune` without its remarks, for those who try many plans."""
+    _check_model(model)
     backbone = load_backbone(model)
     if dense is None:
         dense = bool(backbone.hook_layers)
     if not dense and backbone.hook_layers:
         raise PullbackError(f"dense: the decoder of {backbone.name} reads all patch tokens, so they must come back.")
     plan = named_plan(preset, ratio, stages, dense=dense, depth=backbone.depth)
-    for note in plan.notes(backbone.depth):
-        logger.warning(note)
     scores: list[Any] = list(score) if isinstance(score, (list, tuple, nn.ModuleList)) else [score]
     return PrunedModel(model, plan, scores, modes)
+
+
+def _check_model(model: Any) -> None:
+    """Refuse what is no model, is pruned already, or returns what a pruned copy cannot."""
+    if isinstance(model, (PrunedModel, PrunedVGGT)):
+        raise ModelError("model: it is pruned already. Prune the original: pb.prune(pb.restore(model), ...).")
+    if isinstance(model, (str, os.PathLike)):
+        raise ModelError(
+            f"model: expected a module, got the name {os.fspath(model)!r}. Load it first: "
+            f"pb.load_probe({os.fspath(model)!r}).backbone.model."
+        )
+    if not isinstance(model, nn.Module):
+        raise ModelError(
+            f"model: expected a module, got {type(model).__name__}. Of a probe it is probe.backbone.model."
+        )
+    check_output_class(model)
 
 
 def restore(pruned: nn.Module) -> nn.Module:

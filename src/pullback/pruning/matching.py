@@ -82,11 +82,12 @@ def rows(x: Tensor, index: Tensor) -> Tensor:
 
 
 def lowest(scores: Tensor, count: int, prefix: int) -> tuple[Tensor, Tensor]:
-    """(kept [B, N - count] ascending, removed [B, count]): the patches with the lowest scores [B, N] go."""
-    place = torch.arange(scores.shape[1], device=scores.device)
-    order = _descending(torch.where(place < prefix, torch.inf, scores.float()))
-    split = scores.shape[1] - count
-    return order[:, :split].sort(dim=1).values, order[:, split:]
+    """(kept [B, N - count] ascending, removed [B, count]): the patches with the lowest scores [B, N] go. The prefix
+    takes no part in the order, so that no score, infinite or not a number, can remove it."""
+    order = prefix + _descending(scores[:, prefix:].float())
+    split = order.shape[1] - count
+    never = torch.arange(prefix, device=scores.device).expand(scores.shape[0], -1)
+    return torch.cat([never, order[:, :split].sort(dim=1).values], 1), order[:, split:]
 
 
 def ranks(scores: Tensor) -> Tensor:

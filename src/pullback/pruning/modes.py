@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from pullback.errors import ModelError
 from pullback.pruning.context import Modes, Score, ScoreContext
 from pullback.pruning.scores import HeadScore
 
@@ -19,6 +20,26 @@ class StageModes(nn.Module):
     def __init__(self, networks: Mapping[int, nn.Module]) -> None:
         super().__init__()
         self.networks = nn.ModuleDict({str(layer): network for layer, network in networks.items()})
+
+    def check(self, family: str, dim: int) -> None:
+        """Refuse a network of another width, family or layer, where it says what it was made for, and one that
+        predicts no metric of the tokens."""
+        for layer, network in self.networks.items():
+            config: Any = getattr(network, "config", None)
+            if getattr(network, "kind", SPN) != SPN:
+                raise ModelError(
+                    f"modes: expected a SpectralPullbackNetwork or a function, got {type(network).__name__}, which "
+                    "predicts no modes. As a score it is the second argument of pb.prune."
+                )
+            if getattr(config, "latent", None) is not None:
+                raise ModelError(
+                    "modes: expected modes of tokens, got a network with a latent space. Train one without."
+                )
+            if getattr(config, "dim", dim) != dim:
+                raise ModelError(f"modes: expected a network for tokens of width {dim}, got width {config.dim}.")
+            origin = getattr(config, "origin", None)
+            if origin is not None:
+                origin.check("modes", family=family, layer=int(layer))
 
     def forward(self, tokens: Tensor, context: ScoreContext) -> Tensor:
         metric: Any = self.networks[str(context.layer)](tokens)

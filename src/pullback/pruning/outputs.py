@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from pullback.backbones import Backbone
+from pullback.backbones.registry import FAMILIES
 from pullback.errors import ModelError
 from pullback.layout import TokenLayout
 
@@ -70,14 +71,57 @@ ASSEMBLE: dict[str, Assemble] = {
 }
 
 
+# The classes whose output the functions above make. Others of the same family (backbones of detectors, classifiers)
+# return something else from the same blocks.
+WHOLE = (
+    "Dinov2Model",
+    "Dinov2WithRegistersModel",
+    "DINOv3ViTModel",
+    "ViTModel",
+    "DeiTModel",
+    "CLIPVisionModel",
+    "CLIPVisionModelWithProjection",
+    "DepthAnythingForDepthEstimation",
+    "Dinov2",
+    "TinyScenes",
+)
+# Their own forward takes images of one size, unless it is asked to interpolate its positions.
+FIXED_SIZE = ("vit", "deit", "clip")
+
+
 def assembler(backbone: Backbone) -> Assemble:
     if backbone.family not in ASSEMBLE:
         raise ModelError(
             f"model: {backbone.family} models cannot be pruned in place yet; known are {', '.join(ASSEMBLE)}."
         )
-    if backbone.family == "clip" and hasattr(backbone.model, "text_model"):
-        raise ModelError("model: expected CLIP's vision model (CLIPVisionModelWithProjection), got one with text.")
     return ASSEMBLE[backbone.family]
+
+
+def check_output_class(model: nn.Module) -> None:
+    """Refuse a class of a known family whose output is none of the above: a pruned copy would silently return another
+    one. Of other families their adapter, or `assembler`, says what is wrong."""
+    compiled: Any = getattr(model, "_orig_mod", model)  # torch.compile's wrapper returns what is inside
+    config: Any = getattr(model, "config", None)
+    if getattr(config, "model_type", None) not in _known_types() or _is_whole(compiled):
+        return
+    inner = [name for name, child in model.named_children() if _is_whole(child)]
+    fix = (
+        f"Pass model.{inner[0]}, its {type(getattr(model, inner[0])).__name__}, and run what follows on that output"
+        if inner
+        else "Load the weights with one of those: its from_pretrained takes the same folder or hub id"
+    )
+    raise ModelError(
+        f"model: {type(model).__name__} returns something that a pruned copy cannot; expected one of "
+        f"{', '.join(WHOLE)}. {fix}."
+    )
+
+
+def _is_whole(model: nn.Module) -> bool:
+    return any(kind.__name__ in WHOLE for kind in type(model).__mro__)
+
+
+def _known_types() -> set[str]:
+    return {kind for family in FAMILIES if family.name in ASSEMBLE for kind in family.model_types}
 
 
 def _with_pooling(hidden: Tensor, pooled: Tensor | None) -> Any:

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from pullback.errors import PullbackError
 
@@ -46,8 +46,8 @@ class PrunePlan:
     trust: float = 1.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stages", tuple(self.stages))
-        object.__setattr__(self, "shares", tuple(float(share) for share in self.shares))
+        object.__setattr__(self, "stages", as_blocks(self.stages))
+        object.__setattr__(self, "shares", as_shares(self.shares, len(self.stages)))
         object.__setattr__(self, "gates", tuple(self.gates) or (-1.0,) * len(self.stages))
         self._check_stages()
         self._check_words()
@@ -55,7 +55,7 @@ class PrunePlan:
     def _check_stages(self) -> None:
         if not self.stages:
             raise PullbackError("stages: expected at least one block index such as [3], got none.")
-        if any(isinstance(stage, bool) or not isinstance(stage, int) or stage < 0 for stage in self.stages):
+        if any(stage < 0 for stage in self.stages):
             raise PullbackError(f"stages: expected block indices from 0, got {list(self.stages)}.")
         if list(self.stages) != sorted(set(self.stages)):
             raise PullbackError(f"stages: expected ascending blocks, each once, got {list(self.stages)}.")
@@ -78,8 +78,8 @@ class PrunePlan:
             if getattr(self, name) not in get_args(allowed):
                 words = ", ".join(get_args(allowed))
                 raise PullbackError(f"{name}: expected one of {words}, got {getattr(self, name)!r}.")
-        if not (math.isfinite(self.trust) and self.trust >= 0):
-            raise PullbackError(f"trust: expected a power of the score, 0 or more, got {self.trust}.")
+        if not (is_number(self.trust) and math.isfinite(self.trust) and self.trust >= 0):
+            raise PullbackError(f"trust: expected a power of the score, 0 or more, got {self.trust!r}.")
         if self.fuse_last and self.reinsert == "none":
             raise PullbackError("fuse_last: removed tokens must come back for it; set reinsert to frozen or drift.")
 
@@ -120,6 +120,42 @@ def even(ratio: float, stages: int) -> tuple[float, ...]:
     return (ratio / max(1, stages),) * stages
 
 
+def plain(value: Any) -> Any:
+    """Scalars of NumPy and torch as Python's own numbers, which compare, print and become JSON; all else as it is."""
+    return value.item() if getattr(value, "ndim", None) == 0 and hasattr(value, "item") else value
+
+
+def is_number(value: Any) -> bool:
+    """True and False are none, though Python counts with them."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def as_blocks(stages: Any) -> tuple[int, ...]:
+    """Block indices from any sequence of whole numbers."""
+    blocks = _listed(stages)
+    if blocks is None or not all(isinstance(block, int) and is_number(block) for block in blocks):
+        raise PullbackError(f"stages: expected block indices from 0 in a list, such as [3, 6], got {stages!r}.")
+    return blocks
+
+
+def as_shares(ratio: Any, stages: int) -> tuple[float, ...]:
+    """One number, split equally over so many stages, or one for each."""
+    shares = even(plain(ratio), stages) if is_number(plain(ratio)) else _listed(ratio)
+    if shares is None or not all(is_number(share) for share in shares):
+        raise PullbackError(
+            f"ratio: expected a share of the patch tokens such as 0.5, or a list of one for each stage, got {ratio!r}."
+        )
+    return tuple(float(share) for share in shares)
+
+
+def _listed(values: Any) -> tuple[Any, ...] | None:
+    """The elements of a list, an array or a tensor; None of what has none, and of text, whose letters are no list."""
+    try:
+        return None if isinstance(values, (str, bytes)) else tuple(plain(value) for value in values)
+    except TypeError:
+        return None
+
+
 PRESETS = ("best", "paper", "drop", "tome", "evit", "strided")
 
 
@@ -133,8 +169,8 @@ def preset(
     nothing else. tome, evit, strided: baselines from the literature that work on frozen models; their score is "tome",
     "evit" or "strided".
     """
-    stages = tuple(stages)
-    shares = even(ratio, len(stages)) if isinstance(ratio, (int, float)) else tuple(ratio)
+    stages = as_blocks(stages)
+    shares = as_shares(ratio, len(stages))
     if name not in PRESETS:
         raise PullbackError(f"preset: expected one of {', '.join(PRESETS)}, got {name!r}.")
     if name == "best":

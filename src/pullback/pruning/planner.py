@@ -28,24 +28,38 @@ Degradation = Callable[[Any], Tensor]
 
 @dataclass(frozen=True)
 class Forecast:
-    """What the planner expects of its choice. ``cost`` is in the unit of the cost function."""
+    """What the planner expects of its choice. ``cost`` is what the search compared, in the unit of its cost function;
+    operations and times are known whatever that was, where somebody measured them (`pullback.planning` does)."""
 
     plan: PrunePlan
     cost: float
     degradation: float
     degradation_se: float
     measured: int  # how many plans were tried
+    flops: float | None = None  # share of the whole model's operations
+    milliseconds: float | None = None  # of one batch
+    whole_milliseconds: float | None = None  # the same of the whole model
 
     def __str__(self) -> str:
         stages = ", ".join(str(stage) for stage in self.plan.stages)
         return (
-            f"remove {self.plan.ratio:.1%} of the patch tokens after block {stages}: cost {self.cost:.4g}, degradation "
+            f"remove {self.plan.ratio:.1%} of the patch tokens after block {stages}: {self._costs()}, degradation "
             f"{self.degradation:.4g} ± {self.degradation_se:.2g}"
+        )
+
+    def _costs(self) -> str:
+        if self.flops is None or self.milliseconds is None or self.whole_milliseconds is None:
+            return f"cost {self.cost:.4g}"
+        return (
+            f"{self.flops:.4g} of the operations, {self.milliseconds:.4g} ms instead of {self.whole_milliseconds:.4g} "
+            "ms a batch"
         )
 
 
 def stage_choices(layers: Iterable[int], most: int = 2) -> list[tuple[int, ...]]:
     """Every set of at most ``most`` of these layers."""
+    if isinstance(most, bool) or not isinstance(most, int) or most < 1:
+        raise PullbackError(f"stages: expected how many stages a plan may have, 1 or more, got {most!r}.")
     ordered = sorted(set(layers))
     return [chosen for count in range(1, most + 1) for chosen in itertools.combinations(ordered, count)]
 
@@ -97,6 +111,7 @@ class _Trials:
         """Mean and standard error over the calibration images."""
         if (stages, ratio) not in self._degradations:
             values = self._degradation(self._build(stages, ratio)).double()
+            _check_numbers(values)
             error = float(values.std() / len(values) ** 0.5) if len(values) > 1 else float("nan")
             self._degradations[stages, ratio] = float(values.mean()), error
         return self._degradations[stages, ratio]
@@ -107,6 +122,16 @@ class _Trials:
 
     def count(self) -> int:
         return len(self._costs.keys() | self._degradations.keys())
+
+
+def _check_numbers(values: Tensor) -> None:
+    """NaN would pass for a degradation that is small enough: it is not larger than anything."""
+    lost = values.isnan().nonzero().flatten().tolist()
+    if lost:
+        raise PullbackError(
+            f"images: the degradation of {len(lost)} of {len(values)} is not a number (the first is image {lost[0]}); "
+            "a depth map that is nowhere positive has none. Leave them out."
+        )
 
 
 def _first(ratios: Sequence[float], measure: Callable[[float], float], limit: float) -> float | None:

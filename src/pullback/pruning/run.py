@@ -22,7 +22,7 @@ from pullback.pruning.matching import (
     residuals,
     rows,
 )
-from pullback.pruning.modes import as_modes
+from pullback.pruning.modes import StageModes, as_modes
 from pullback.pruning.plan import PrunePlan
 from pullback.pruning.reinsert import Leftover, leftover, reinserted
 from pullback.pruning.scores import HeadScore, alternate, as_score, strided
@@ -209,4 +209,6 @@ def prepared(
             "modes: matching by d_task (preset 'paper') needs the modes of J: score with a SpectralPullbackNetwork, or "
             "pass one as modes, or exact_modes(probe) of pullback.geometry.token_scores."
         )
+    if isinstance(known, StageModes):
+        known.check(backbone.family, backbone.dim)
     return ready, known

@@ -20,9 +20,14 @@ NEVER = 3.0  # above every 1 - cosine
 
 def random(tokens: Tensor, context: ScoreContext) -> Tensor:
     """Uniform. One draw for all images of the batch, so that an image's tokens do not depend on its neighbours."""
-    generator = context.generator or torch.Generator().manual_seed(0)
-    draw = torch.rand(tokens.shape[1], generator=generator)
+    count = tokens.shape[1]
+    draw = _drawn(count) if context.generator is None else torch.rand(count, generator=context.generator)
     return draw.to(tokens.device).expand(tokens.shape[0], -1)
+
+
+@torch.compiler.assume_constant_result  # a compiled graph can hold the numbers, but no generator
+def _drawn(count: int) -> Tensor:
+    return torch.rand(count, generator=torch.Generator().manual_seed(0))
 
 
 def token_norm(tokens: Tensor, context: ScoreContext) -> Tensor:

@@ -16,6 +16,7 @@ Camera and register tokens are never removed. Outputs are the model's own, with 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from pullback.backbones import Backbone
+from pullback.backbones.loading import check_evaluation_mode
 from pullback.backbones.vggt_checkpoint import VGGT
 from pullback.errors import ModelError, PullbackError
 from pullback.layout import TokenLayout
@@ -31,9 +33,9 @@ from pullback.pruning.context import Score, ScoreContext
 from pullback.pruning.matching import rows
 from pullback.pruning.plan import PrunePlan, even, preset
 from pullback.pruning.reinsert import Leftover, leftover, reinserted
-from pullback.pruning.run import StageRecord, _after, _record, _Tokens, _whole, decide
-from pullback.pruning.scores import NEVER, HeadScore, as_score
-from pullback.pruning.view_matching import Groups, group_tokens, nearest, strided_grid
+from pullback.pruning.run import StageRecord, _record, _Tokens, _whole
+from pullback.pruning.scores import HeadScore, as_score
+from pullback.pruning.view_matching import Groups, grid_points, group_tokens, prune_within_views, strided_score
 
 Scope = Literal["global", "view"]
 Choice = str | nn.Module | Score
@@ -58,13 +60,12 @@ class PrunedVGGT(nn.Module):
 
     def __init__(self, model: VGGT, plan: PrunePlan, scores: Sequence[Choice], scope: Scope) -> None:
         super().__init__()
-        if not isinstance(model, VGGT):
-            raise ModelError(f"model: expected a VGGT, got {type(model).__name__}. For images: pullback.prune.")
+        _check_model(model)
         plan.check_depth(model.config.depth)
         self.model, self.plan, self.scope = model, plan, scope
-        self.scores = _stage_scores(model, plan, scores, scope)
+        self.scores = _stage_scores(model, plan, scores)
         self.heads = nn.ModuleList(dict.fromkeys(score for score in self.scores if isinstance(score, nn.Module)))
-        self.eval()
+        self.eval()  # this wrapper and its heads; the model is in evaluation mode already
 
     def forward(self, images: Tensor, **options: Any) -> Any:
         """Images [S, 3, H, W] or [B, S, 3, H, W] -> a VGGTOutput; ``options`` are those of the model. A plan that
@@ -102,6 +103,7 @@ def prune_views(
     of a higher score decides, merged by score), "strided" (its score is "strided": the patches most similar to a
     strided grid go into it), "drop".
     """
+    _check_model(model)
     plan = view_plan(preset, ratio, stages, scope=scope, depth=model.config.depth)
     several = isinstance(score, (list, tuple, nn.ModuleList))
     return PrunedVGGT(model, plan, list(cast(Any, score)) if several else [cast(Choice, score)], scope)
@@ -134,6 +136,7 @@ def _merge_globally(model: VGGT, images: Tensor, plan: PrunePlan, scores: Sequen
     trunk = model.aggregator
     state = trunk.embed(images)
     tokens, layout = state.tokens, state.layout
+    del state  # whose tokens would stay to the end
     ropes = trunk.ropes(layout, tokens)
     removed = dict(zip(plan.stages, _running_sums(plan.counts(layout.views * layout.patches)), strict=True))
     choices = dict(zip(plan.stages, scores, strict=True))
@@ -168,36 +171,13 @@ def decide_groups(
 ) -> tuple[Groups, Tensor]:
     """One stage: groups among the tokens [B, N, C] of all views, and the weights [B, N] of their means."""
     context = _context(model, layer, layout, _whole(tokens))
-    scores = score(tokens, context)
-    if scores.shape != tokens.shape[:2]:
-        raise PullbackError(
-            f"score: expected one number per token, {list(tokens.shape[:2])}, got {list(scores.shape)}."
-        )
+    scores = _scored(tokens, context, score)
     patch = layout.patch_mask().to(tokens.device)
     order = torch.cat([(~patch).nonzero().squeeze(1), patch.nonzero().squeeze(1)])
-    grid = _grid_points(layout, plan.ratio).to(tokens.device)
+    grid = grid_points(layout, plan.ratio).to(tokens.device)
     groups = group_tokens(tokens, scores, plan, count, order, layout.views * layout.prefix, grid)
     weights = context.sizes if plan.weighting == "size" else scores.float().clamp_min(0)
     return groups, weights
-
-
-def strided_score(ratio: float) -> Score:
-    """1 - the highest cosine to a point of any view's strided grid; these points and the prefix never go first."""
-
-    def score(tokens: Tensor, context: ScoreContext) -> Tensor:
-        grid = _grid_points(context.layout, ratio).to(tokens.device).expand(tokens.shape[:2])
-        patch = context.layout.patch_mask().to(tokens.device)
-        places = torch.arange(tokens.shape[1], device=tokens.device).expand(len(tokens), -1)
-        best, _ = nearest(tokens, places, grid)
-        return torch.where(grid | ~patch, NEVER, 1 - best)
-
-    return score
-
-
-def _grid_points(layout: TokenLayout, ratio: float) -> Tensor:
-    """[N] bool: the strided grid in every view."""
-    points = strided_grid(*layout.grid, ratio).flatten()
-    return torch.cat([points.new_zeros(layout.prefix), points]).repeat(layout.views)
 
 
 # Scope "view"
@@ -206,11 +186,13 @@ def _grid_points(layout: TokenLayout, ratio: float) -> Tensor:
 def _prune_views(model: VGGT, images: Tensor, plan: PrunePlan, scores: Sequence[Score]) -> PrunedScenes:
     trunk, depth = model.aggregator, model.config.depth
     state = trunk.embed(images)
-    views, layout = state.layout.views, TokenLayout(state.layout.prefix, state.layout.grid)
+    all_views, views = state.layout, state.layout.views
+    layout = TokenLayout(all_views.prefix, all_views.grid)
     rope, _ = trunk.ropes(layout, state.tokens)
     settings = zip(scores, plan.counts(layout.patches), plan.gates, strict=True)
     stages = dict(zip(plan.stages, settings, strict=True))
     x = _whole(_apart(state.tokens, views))  # views are the samples
+    del state  # whose tokens would stay to the end
     leftovers: list[Leftover] = []
     taps: dict[int, Tensor] = {}
     records: list[StageRecord] = []
@@ -228,12 +210,13 @@ def _prune_views(model: VGGT, images: Tensor, plan: PrunePlan, scores: Sequence[
             taps[layer] = torch.cat(halves, -1).unflatten(0, (-1, views))
         if layer in stages:
             score, count, gate = stages[layer]
-            matching, weights = decide(x.values, _context(model, layer, layout, x), plan, score, count, gate)
-            after = _after(x, matching, weights, plan)
+            context = _context(model, layer, layout, x)
+            known = _scored(x.values, context, score)
+            after, matching = prune_within_views(x, context, plan, known, count, gate)
             records.append(_record(layer, x.positions, matching))
             leftovers.append(leftover(plan.reinsert, matching, x.values, after.values))
             x = after
-    return PrunedScenes(taps, state.layout, tuple(records), tuple(counts))
+    return PrunedScenes(taps, all_views, tuple(records), tuple(counts))
 
 
 def _together(per_view: Tensor, views: int) -> Tensor:
@@ -249,19 +232,46 @@ def _apart(tokens: Tensor, views: int) -> Tensor:
 # Both
 
 
-def _stage_scores(model: VGGT, plan: PrunePlan, scores: Sequence[Choice], scope: Scope) -> list[Score]:
+def _check_model(model: object) -> None:
+    if isinstance(model, str | os.PathLike):
+        raise ModelError(
+            f"model: expected a VGGT, got the name {os.fspath(model)!r}. Load it first: "
+            f"pullback.VGGT.from_pretrained({os.fspath(model)!r})."
+        )
+    if not isinstance(model, VGGT):
+        raise ModelError(f"model: expected a VGGT, got {type(model).__name__}. For images: pullback.prune.")
+    check_evaluation_mode(model, "model")
+
+
+def _scored(tokens: Tensor, context: ScoreContext, score: Score) -> Tensor:
+    """[B, N], one finite number per token [B, N, C]."""
+    scores = score(tokens, context)
+    if scores.shape != tokens.shape[:2]:
+        raise PullbackError(
+            f"score: expected one number per token, {list(tokens.shape[:2])}, got {list(scores.shape)}."
+        )
+    if not torch.compiler.is_compiling() and not scores.isfinite().all():
+        bad = int((~scores.isfinite()).sum())
+        raise PullbackError(
+            f"score: expected finite numbers, got NaN or infinity for {bad} of {scores.numel()} tokens after global "
+            f"block {context.layer}. Which of them are the lowest is not defined; check the score, or the images."
+        )
+    return scores
+
+
+def _stage_scores(model: VGGT, plan: PrunePlan, scores: Sequence[Choice]) -> list[Score]:
     if len(scores) not in (1, len(plan.stages)):
         raise PullbackError(
             f"scores: expected one, or one for each of the {len(plan.stages)} stages, got {len(scores)}."
         )
     ready: list[Score] = []
     for choice in list(scores) * (len(plan.stages) if len(scores) == 1 else 1):
-        if isinstance(choice, str) and choice in _WITHOUT_CLASS_TOKEN:
+        if isinstance(choice, str) and choice not in NAMES:
+            why = f"VGGT has no class token, which {choice!r} is about. " if choice in _WITHOUT_CLASS_TOKEN else ""
             raise PullbackError(
-                f"score: VGGT has no class token, which {choice!r} is about. Expected one of {', '.join(NAMES)}, a "
-                "head or a function."
+                f"score: {why}Expected one of {', '.join(NAMES)}, an importance head or a function, got {choice!r}."
             )
-        ready.append(strided_score(plan.ratio) if (choice, scope) == (STRIDED, "global") else as_score(choice))
+        ready.append(strided_score(plan.ratio) if choice == STRIDED else as_score(choice))
     for stage, score in zip(plan.stages, ready, strict=True):
         if isinstance(score, HeadScore):
             score.check("vggt", model.config.embed_dim, stage)

@@ -7,17 +7,25 @@ in a fixed order, so that results are the same every time, which adding rows by 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pullback.pruning.matching import ALIGNED, NOBODY, artifacts, lowest, most_similar, ranks, removal_costs, rows
+from pullback.layout import TokenLayout
+from pullback.pruning.context import Score, ScoreContext
+from pullback.pruning.matching import ALIGNED, NOBODY, Matching, artifacts, lowest, ranks, removal_costs, rows
 from pullback.pruning.plan import PrunePlan
+from pullback.pruning.run import _after, _Tokens, decide
+from pullback.pruning.scores import NEVER
 
-CHUNK_NUMBERS = 1 << 27  # cosines that exist at a time
+CHUNK_NUMBERS = 1 << 22
+"""Cosines that exist at a time; as many as the tokens themselves have numbers, where these are more. A stage then takes
+no more than a block does."""
+_NONE = -2.0  # below `NOBODY`
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,15 +75,22 @@ class Groups:
 
 
 def group_tokens(
-    tokens: Tensor, scores: Tensor, plan: PrunePlan, count: int, order: Tensor, prefix: int, grid: Tensor
+    tokens: Tensor,
+    scores: Tensor,
+    plan: PrunePlan,
+    count: int,
+    order: Tensor,
+    prefix: int,
+    grid: Tensor,
+    gate: float = NOBODY,
 ) -> Groups:
     """Which ``count`` patches of tokens [B, N, C] with scores [B, N] go, and whom they follow.
 
-    ``order`` [N] are all places, the ``prefix`` that never go first; ``grid`` [N] bool, by place, are the points of a
-    strided grid.
+    ``order`` [N] are all places, the ``prefix`` that never go first; ``grid`` [N] or [B, N] bool, by place, are the
+    points of a strided grid. With a cosine under ``gate`` a token follows and is not merged.
     """
     tokens, scores = tokens[:, order], scores[:, order].float()
-    allowed = _destinations(tokens, plan, prefix, grid[order])
+    allowed = _destinations(tokens, plan, prefix, grid[..., order])
     if plan.select == "cost":
         scores = removal_costs(scores, residuals(tokens, scores, allowed), plan.trust)
     kept, removed = lowest(scores, count, prefix)
@@ -85,7 +100,7 @@ def group_tokens(
         stays = torch.zeros_like(allowed).scatter(1, kept, True)
         best, partner = nearest(tokens, removed, allowed & stays)
         group = rows(stays.cumsum(1) - 1, partner).clamp_min(0)
-        merged = (best > NOBODY) & (plan.match != "none")
+        merged = (best > max(gate, NOBODY)) & (plan.match != "none")
     group, sorting = group.sort(dim=1, stable=True)
     lengths = torch.zeros_like(kept).scatter_add(1, group, torch.ones_like(group))
     return Groups(order[kept], order[rows(removed, sorting)], group, rows(merged, sorting), lengths)
@@ -104,16 +119,22 @@ def residuals(tokens: Tensor, scores: Tensor, allowed: Tensor) -> Tensor:
 def nearest(tokens: Tensor, asking: Tensor, allowed: Tensor, place: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """For each token ``asking`` [B, n], the highest cosine to an ``allowed`` one [B, N] bool, and its index, [B, n];
     with ``place`` [B, N], of `ranks`, only to those before it. Below `NOBODY` where there is none."""
-    unit = F.normalize(tokens, dim=-1)
-    columns = F.pad(unit, (0, 0, 0, -unit.shape[1] % ALIGNED)).mT
-    found: list[tuple[Tensor, Tensor]] = []
-    for some in _chunks(asking, columns.shape[-1]):
-        among = allowed[:, None]
-        if place is not None:
-            among = among & (place[:, None] < rows(place, some)[..., None])
-        found.append(most_similar(rows(unit, some) @ columns, among))
+    unit = F.pad(F.normalize(tokens, dim=-1), (0, 0, 0, -tokens.shape[1] % ALIGNED))
+    chunk = max(1, max(CHUNK_NUMBERS, tokens.numel()) // unit.shape[:2].numel())
+    found = [_nearest(unit, some, allowed, place) for some in asking.split(chunk, 1)]
     best, index = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
-    return best, index.clamp_max(tokens.shape[1] - 1)
+    return best, index
+
+
+def _nearest(unit: Tensor, some: Tensor, allowed: Tensor, place: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`nearest` for ``some`` of the tokens, of which units [B, N + padding, C] are given. Cosines are most of the
+    memory of a stage: conditions are applied to them in place, and they are gone before the next ones come."""
+    cosine = (rows(unit, some) @ unit.mT)[..., : allowed.shape[1]]
+    cosine.masked_fill_(~allowed[:, None], _NONE)
+    if place is not None:
+        cosine.masked_fill_(place[:, None] >= rows(place, some)[..., None], _NONE)
+    best, index = cosine.max(-1)
+    return best, index
 
 
 def strided_grid(height: int, width: int, ratio: float) -> Tensor:
@@ -127,13 +148,67 @@ def strided_grid(height: int, width: int, ratio: float) -> Tensor:
     return points
 
 
+def prune_within_views(
+    x: _Tokens, context: ScoreContext, plan: PrunePlan, scores: Tensor, count: int, gate: float
+) -> tuple[_Tokens, Matching]:
+    """A stage of views [B S, n, C] that do not see each other: what is left of them, and what was done. What is
+    compared grows with the square of a view's tokens, so some views are taken at a time."""
+    views = max(1, CHUNK_NUMBERS // x.positions.shape[1] ** 2)
+    after, matchings = [], []
+    for start in range(0, len(x.values), views):
+        some = slice(start, start + views)
+        log_sizes = None if x.log_sizes is None else x.log_sizes[some]
+        own = _Tokens(x.values[some], x.positions[some], x.sizes[some], log_sizes)
+        seen = replace(context, positions=own.positions, sizes=own.sizes, block_input=own.values, log_sizes=log_sizes)
+        matching, weights = _decide_within_views(own.values, seen, plan, scores[some], count, gate)
+        after.append(_after(own, matching, weights, plan))
+        matchings.append(matching)
+    counted = None if after[0].log_sizes is None else _joined(after, "log_sizes")
+    left = _Tokens(_joined(after, "values"), _joined(after, "positions"), _joined(after, "sizes"), counted)
+    return left, Matching(*(_joined(matchings, name) for name in ("kept", "removed", "destination", "merged")))
+
+
+def _decide_within_views(
+    tokens: Tensor, context: ScoreContext, plan: PrunePlan, scores: Tensor, count: int, gate: float
+) -> tuple[Matching, Tensor]:
+    """As for images, but for the strided grid: here it widens with the ratio, so that enough is left to remove."""
+    if plan.match != "strided":
+        return decide(tokens, context, plan, lambda *_: scores, count, gate)
+    grid = grid_points(context.layout, plan.ratio).to(tokens.device)[context.positions]
+    order = torch.arange(tokens.shape[1], device=tokens.device)
+    groups = group_tokens(tokens, scores, plan, count, order, context.prefix, grid, gate)
+    weights = context.sizes if plan.weighting == "size" else scores.float().clamp_min(0)
+    return Matching(groups.kept, groups.removed, groups.group, groups.merged), weights
+
+
+def _joined(parts: Sequence[Any], name: str) -> Tensor:
+    return torch.cat([getattr(part, name) for part in parts])
+
+
+def grid_points(layout: TokenLayout, ratio: float) -> Tensor:
+    """[N] bool, by place: the strided grid in every view."""
+    points = strided_grid(*layout.grid, ratio).flatten()
+    return torch.cat([points.new_zeros(layout.prefix), points]).repeat(layout.views)
+
+
+def strided_score(ratio: float) -> Score:
+    """1 - the highest cosine to a point of the strided grids; these points and the prefix never go first."""
+
+    def score(tokens: Tensor, context: ScoreContext) -> Tensor:
+        grid, patch = (
+            known.to(tokens.device)[context.positions]
+            for known in (grid_points(context.layout, ratio), context.layout.patch_mask())
+        )
+        places = torch.arange(tokens.shape[1], device=tokens.device).expand(len(tokens), -1)
+        best, _ = nearest(tokens, places, grid)
+        return torch.where(grid | ~patch, NEVER, 1 - best)
+
+    return score
+
+
 def _destinations(tokens: Tensor, plan: PrunePlan, prefix: int, grid: Tensor) -> Tensor:
     """[B, N] bool: who may be followed, if kept; never the prefix."""
     patch = torch.arange(tokens.shape[1], device=tokens.device) >= prefix
     if plan.match == "strided":
         return (patch & grid).expand(tokens.shape[:2])
     return patch & ~artifacts(tokens, prefix) if plan.safe else patch.expand(tokens.shape[:2])
-
-
-def _chunks(asking: Tensor, columns: int) -> Iterator[Tensor]:
-    yield from asking.split(max(1, CHUNK_NUMBERS // (columns * len(asking))), dim=1)

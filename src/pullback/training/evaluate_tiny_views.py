@@ -21,9 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pullback.backbones.embedded import EMBEDDED
+from pullback.backbones.loading import resolve_device
 from pullback.backbones.vggt_checkpoint import VGGT
 from pullback.data.scenes import render
-from pullback.errors import PullbackError
+from pullback.errors import ModelError, PullbackError
 from pullback.evaluation import depth_errors
 from pullback.evaluation.poses import (
     direction_angle,
@@ -33,6 +35,7 @@ from pullback.evaluation.poses import (
     relative_poses,
     rotation_angle,
 )
+from pullback.models.vggt.config import HEADS
 from pullback.models.vggt.pose import decode_pose
 from pullback.training.evaluate_tiny_scenes import HELD_OUT, QUERIES
 from pullback.training.measurement import Progress, mean_with_error, rounded, weights_sha256, write_result
@@ -156,7 +159,15 @@ def measure(model: str, count: int, views: Sequence[int], device: torch.device) 
     """Everything that the result file holds but its origin."""
     if not views or min(views) < 2:
         raise PullbackError(f"views: expected numbers of views from 2, such as 2 4 6, got {list(views)}.")
+    if count < 2:
+        raise PullbackError(f"count: expected at least 2 scenes, got {count}. Errors are taken over scenes.")
+    if model not in EMBEDDED and not Path(model).is_dir():
+        raise ModelError(f"model: expected tiny-views or a folder that training wrote, got {model!r}.")
     network = load_network(model, device)
+    if set(network.config.heads) != set(HEADS):
+        raise ModelError(
+            f"model: expected one with the heads {', '.join(HEADS)}, got {', '.join(network.config.heads) or 'none'}."
+        )
     scores = {}
     for number in views:
         guess = mean_scene(count, size=network.config.img_size, views=number, device=device)
@@ -208,9 +219,12 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    device = torch.device(options.device)
-    result = measure(options.model, options.count, options.views, device)
-    write_result(options.out, result, device)
+    try:
+        device = resolve_device(options.device)
+        result = measure(options.model, options.count, options.views, device)
+        write_result(options.out, result, device)
+    except (PullbackError, OSError) as error:
+        parser.exit(2, f"error: {error}\n")
     print(table(result))
     for views, scores in result["views"].items():
         short = missed(scores[NETWORK])

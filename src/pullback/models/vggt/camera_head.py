@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from pullback.errors import ModelError, ShapeError
 from pullback.models.vggt.block import Block, Mlp
 from pullback.models.vggt.config import VGGTConfig
+from pullback.models.vggt.precision import without_autocast
 
 POSE = 9  # translation 3, quaternion 4 (scalar last), field of view 2 (vertical, horizontal)
 PoseDerivative = Literal["exact", "official"]
@@ -51,7 +52,11 @@ class CameraHead(nn.Module):
         width = self.token_norm.normalized_shape[0]
         if tap.ndim != 4 or tap.shape[-1] != width:
             raise ShapeError(f"tap: expected the last layer's tokens [B, S, P, {width}], got {list(tap.shape)}.")
-        tokens = self.token_norm(tap[:, :, 0])  # [B, S, 2C]
+        with without_autocast(tap.device):
+            return self._rounds(self.token_norm(tap[:, :, 0]), derivative)
+
+    def _rounds(self, tokens: Tensor, derivative: PoseDerivative) -> list[Tensor]:
+        """Normed camera tokens [B, S, 2C] -> [B, S, 9] of every round."""
         poses: list[Tensor] = []
         for _ in range(self.iterations):
             if not poses:

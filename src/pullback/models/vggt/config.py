@@ -18,8 +18,8 @@ class VGGTConfig:
     """The defaults are those of `facebook/VGGT-1B`.
 
     ``patch_embed``: "dinov2_vitl14_reg", a ViT of ``vit_depth`` blocks with positions for ``img_size``, or "conv", one
-    convolution. ``hook_layers``: the four aggregator layers that the DPT heads read, coarse level last. A head left
-    out of ``heads`` is None.
+    convolution. ``hook_layers``: the four aggregator layers that the DPT heads read, coarse level last; without such a
+    head they do not matter. A head left out of ``heads`` is None.
     """
 
     img_size: int = 518
@@ -61,7 +61,12 @@ class VGGTConfig:
     @property
     def read_layers(self) -> tuple[int, ...]:
         """The layers that any head reads: the hooks, and the last one for the camera."""
-        return tuple(sorted({*self.hook_layers, self.depth - 1}))
+        return tuple(sorted({*self.dense_layers, self.depth - 1}))
+
+    @property
+    def dense_layers(self) -> tuple[int, ...]:
+        """The hooks, where there is a DPT head to read them."""
+        return self.hook_layers if {"point", "depth"} & set(self.heads) else ()
 
     def _check_counts(self) -> None:
         for field in fields(self):
@@ -73,7 +78,7 @@ class VGGTConfig:
                 f"dpt_out_channels={self.dpt_out_channels}, hook_layers={self.hook_layers}: expected {LEVELS} of each, "
                 "one per level of the DPT heads."
             )
-        outside = [layer for layer in self.hook_layers if not (isinstance(layer, int) and 0 <= layer < self.depth)]
+        outside = [layer for layer in self.dense_layers if not (isinstance(layer, int) and 0 <= layer < self.depth)]
         if outside:
             raise ModelError(
                 f"hook_layers={self.hook_layers}: expected layers from 0 to {self.depth - 1} (depth={self.depth}), got "

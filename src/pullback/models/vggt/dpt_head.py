@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from pullback.errors import ShapeError
 from pullback.models.vggt.config import LEVELS, VGGTConfig
 from pullback.models.vggt.grid_embedding import with_positions
+from pullback.models.vggt.precision import without_autocast
 
 HIDDEN = 32  # channels of the last hidden map, in every published head
 CHUNK_VIEWS = 8  # views that a head takes at once; full-size maps of more would fill the memory
@@ -99,11 +100,13 @@ class DPTHead(nn.Module):
         [B, S, H, W, outputs - 1] and [B, S, H, W]. ``chunk_views`` bounds the memory and changes no value."""
         self._check(taps, grid, chunk_views)
         batch, views = taps[0].shape[:2]
-        patches = [tap[:, :, -grid[0] * grid[1] :].flatten(0, 1) for tap in taps]  # [B S, h w, 2C]
-        chunks = zip(*(part.split(chunk_views or batch * views) for part in patches), strict=True)
-        maps = torch.cat([self._maps(chunk, grid) for chunk in chunks])  # [B S, outputs, H, W]
-        maps = maps.unflatten(0, (batch, views)).movedim(2, -1)
-        return self.activation(maps[..., :-1]), 1 + maps[..., -1].exp()
+        # views apart first: the patches of all of them at once would be a copy of the taps
+        chunks = zip(*(tap.flatten(0, 1).split(chunk_views or batch * views) for tap in taps), strict=True)
+        patches = ([tap[:, -grid[0] * grid[1] :] for tap in chunk] for chunk in chunks)  # [F, h w, 2C] each
+        with without_autocast(taps[0].device):
+            maps = torch.cat([self._maps(chunk, grid) for chunk in patches])  # [B S, outputs, H, W]
+            maps = maps.unflatten(0, (batch, views)).movedim(2, -1)
+            return self.activation(maps[..., :-1]), 1 + maps[..., -1].exp()
 
     def levels(self, patches: Sequence[Tensor], grid: tuple[int, int]) -> list[Tensor]:
         """Patch tokens [F, h w, 2C] of four layers -> maps at 4, 2, 1 and 1/2 times the patch grid."""
@@ -120,8 +123,11 @@ class DPTHead(nn.Module):
         return self.scratch.output_conv2(with_positions(full, grid[1] / grid[0]))
 
     def _check(self, taps: Sequence[Tensor], grid: tuple[int, int], chunk_views: int | None) -> None:
-        if chunk_views is not None and chunk_views < 1:
-            raise ShapeError(f"chunk_views: expected a positive number of views, or None for all, got {chunk_views}.")
+        whole = isinstance(chunk_views, int) and not isinstance(chunk_views, bool) and chunk_views >= 1
+        if chunk_views is not None and not whole:
+            raise ShapeError(
+                f"chunk_views: expected a whole number of views from 1, or None for all, got {chunk_views!r}."
+            )
         width, patches = self.norm.normalized_shape[0], grid[0] * grid[1]
         wrong = [tap for tap in taps if tap.ndim != 4 or tap.shape[-1] != width or tap.shape[2] < patches]
         if len(taps) != LEVELS or wrong:

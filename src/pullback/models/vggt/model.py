@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pullback.errors import ModelError
+from pullback.errors import ModelError, ShapeError
 from pullback.layout import TokenLayout
 from pullback.models.vggt.aggregator import Aggregator
 from pullback.models.vggt.camera_head import CameraHead, PoseDerivative
@@ -67,10 +66,13 @@ class VGGTNetwork(nn.Module):
         ``dense_views``: [n] int64, of which views depth and points are wanted; None for all.
         """
         scenes = images[None] if images.ndim == 4 else images
-        state = self.aggregator.embed(scenes)
-        taps = self.aggregator.taps(state)
+        taps = self.aggregator(scenes)
         output = self.decode(
-            taps, state.layout, pose_derivative=pose_derivative, chunk_views=chunk_views, dense_views=dense_views
+            taps,
+            self.aggregator.token_layout(scenes),
+            pose_derivative=pose_derivative,
+            chunk_views=chunk_views,
+            dense_views=dense_views,
         )
         if not self.training:
             output["images"] = scenes
@@ -85,24 +87,36 @@ class VGGTNetwork(nn.Module):
         chunk_views: int | None = CHUNK_VIEWS,
         dense_views: Tensor | None = None,
     ) -> VGGTOutput:
-        """Taps {layer: [B, S, P, 2C]} -> what the heads make of them; never in reduced precision by autocast."""
+        """Taps {layer: [B, S, P, 2C]} -> what the heads make of them; never in reduced precision by autocast
+        (`precision.py`)."""
         absent = [layer for layer in self.config.read_layers if layer not in taps]
         if absent:
             raise ModelError(f"taps: expected layers {list(self.config.read_layers)}, got {sorted(taps)}.")
-        last, hooks = taps[self.config.depth - 1], [taps[layer] for layer in self.config.hook_layers]
-        if dense_views is not None:
-            hooks = [hook.index_select(1, dense_views) for hook in hooks]
         output = VGGTOutput()
-        with _without_autocast(last.device.type):
-            if self.camera_head is not None:
-                output["pose_enc_list"] = self.camera_head(last, derivative=pose_derivative)
-                output["pose_enc"] = output["pose_enc_list"][-1]
-            for head, name in ((self.depth_head, "depth"), (self.point_head, "world_points")):
-                if head is not None:
-                    output[name], output[f"{name}_conf"] = head(hooks, layout.grid, chunk_views=chunk_views)
+        if self.camera_head is not None:
+            output["pose_enc_list"] = self.camera_head(taps[self.config.depth - 1], derivative=pose_derivative)
+            output["pose_enc"] = output["pose_enc_list"][-1]
+        hooks = [taps[layer] for layer in self.config.dense_layers]
+        if dense_views is not None:
+            _check_views(dense_views, layout.views)
+            hooks = [hook.index_select(1, dense_views.to(hook.device)) for hook in hooks]
+        for head, name in ((self.depth_head, "depth"), (self.point_head, "world_points")):
+            if head is not None:
+                output[name], output[f"{name}_conf"] = head(hooks, layout.grid, chunk_views=chunk_views)
         return output
 
 
-def _without_autocast(device: str) -> AbstractContextManager[Any]:
-    """The meta device, on which shapes can be tried out, knows no autocast to switch off."""
-    return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
+def _check_views(chosen: Tensor, views: int) -> None:
+    if not isinstance(chosen, Tensor) or chosen.ndim != 1 or chosen.dtype not in (torch.int64, torch.int32):
+        got = f"{chosen.dtype} {list(chosen.shape)}" if isinstance(chosen, Tensor) else type(chosen).__name__
+        raise ShapeError(
+            f"dense_views: expected the indices of views as a tensor [n] of int64, got {got}. Pass "
+            "torch.tensor([0, 2]), for example."
+        )
+    if torch.compiler.is_compiling() or chosen.is_meta or (chosen.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return  # values cannot be looked at; on a GPU a wrong one would otherwise end the process
+    outside = chosen[(chosen < 0) | (chosen >= views)].tolist()
+    if outside or not len(chosen):
+        raise ShapeError(
+            f"dense_views: expected one or more views from 0 to {views - 1}, got {outside[0] if outside else 'none'}."
+        )

@@ -30,6 +30,12 @@ class Rope(NamedTuple):
         """One view's tables -> those of all views after each other; views have no positions of their own."""
         return Rope(self.cos.repeat(views, 1, 1), self.sin.repeat(views, 1, 1))
 
+    def samples(self, some: slice) -> Rope:
+        """The tables of some samples of the batch; those that are the same for all samples stay."""
+        if self.cos.ndim == 3 or len(self.cos) == 1:
+            return self
+        return Rope(self.cos[some], self.sin[some])
+
     def at(self, tokens: Tensor) -> Rope:
         """The tables of a choice of tokens: [B, n] places in the full sequence, per sample."""
         return Rope(self.cos[tokens][:, None], self.sin[tokens][:, None])

@@ -1,0 +1,212 @@
+"""Which models are pruned, how their copies are called, and whose weights they use."""
+
+import copy
+
+import pytest
+import torch
+import transformers as tf
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import pullback as pb
+from families import SMALL_MODELS, images_for, model_of
+from pullback.errors import ImageError, ModelError, PullbackError
+from pullback.models.dinov2 import Dinov2, Dinov2Config
+from pullback.pruning.outputs import ASSEMBLE
+
+MODELS = [name for name, small in SMALL_MODELS.items() if small.family in ASSEMBLE]
+FIXED_SIZE = {"clip", "clip-gelu", "vit", "deit"}
+SIZES = {"hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 3, "image_size": 42, "patch_size": 14}
+
+
+def pruned(model, **options):
+    return pb.prune(model, "norm", **{"ratio": 0.5, "stages": [1], **options})
+
+
+def fresh(name):
+    """A copy of its own, for tests that change it."""
+    return copy.deepcopy(model_of(name))
+
+
+def first_tensor(output):
+    return output[0] if isinstance(output, tuple) or not hasattr(output, "embedding") else output.embedding
+
+
+def classifier(kind, config):
+    return kind(config(**SIZES, num_labels=5))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: tf.Dinov2Backbone(tf.Dinov2Config(**SIZES)),
+            r"Dinov2Backbone returns .* Load the weights with one of",
+        ),
+        (
+            lambda: tf.Dinov2WithRegistersBackbone(tf.Dinov2WithRegistersConfig(**SIZES)),
+            r"Dinov2WithRegistersBackbone returns .* expected one of Dinov2Model, Dinov2WithRegistersModel",
+        ),
+        (
+            lambda: classifier(tf.Dinov2ForImageClassification, tf.Dinov2Config),
+            r"Dinov2ForImageClassification returns .* Pass model\.dinov2, its Dinov2Model",
+        ),
+        (
+            lambda: classifier(tf.ViTForImageClassification, tf.ViTConfig),
+            r"ViTForImageClassification returns .* Pass model\.vit, its ViTModel",
+        ),
+        (
+            lambda: tf.CLIPForImageClassification(tf.CLIPConfig(vision_config=SIZES, text_config=TEXT)),
+            r"CLIPForImageClassification returns .* Pass model\.vision_model, its CLIPVisionModel",
+        ),
+        (
+            lambda: tf.CLIPModel(tf.CLIPConfig(vision_config=SIZES, text_config=TEXT)),
+            r"CLIPModel returns .* Pass model\.vision_model, its CLIPVisionModel",
+        ),
+    ],
+)
+def test_a_model_with_another_output_is_refused(make, message):
+    with pytest.raises(ModelError, match=f"model: {message}"):
+        pruned(make().eval())
+
+
+TEXT = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 9}
+
+
+def test_a_class_of_ones_own_that_is_a_known_model():
+    class Mine(tf.Dinov2Model):
+        pass
+
+    assert pruned(Mine(tf.Dinov2Config(**SIZES)).eval())(torch.zeros(1, 3, 42, 42)).pooler_output.shape == (1, 24)
+
+
+def test_what_is_no_model_is_named(tmp_path):
+    with pytest.raises(
+        ModelError, match=r"got the name 'tiny-scenes'. .*: pb.load_probe\('tiny-scenes'\).backbone.model"
+    ):
+        pruned("tiny-scenes")
+    with pytest.raises(ModelError, match="model: expected a module, got the name"):
+        pruned(tmp_path)
+    with pytest.raises(
+        ModelError, match=r"model: expected a module, got Backbone. Of a probe it is probe.backbone.model"
+    ):
+        pruned(pb.load_probe(model_of("dinov2")).backbone)
+    with pytest.raises(ModelError, match=r"model: it is pruned already. .*pb.restore\(model\)"):
+        pruned(pruned(model_of("dinov2")))
+
+
+@pytest.mark.parametrize("name", ["bool_masked_pos", "labels", "attention_mask"])
+def test_options_that_are_tensors_are_refused(name):
+    fast, images = pruned(model_of("dinov2")), images_for("dinov2", (3, 3))
+    with pytest.raises(ModelError, match=f"{name}: a pruned model gives its output alone"):
+        fast(images, **{name: torch.ones(2, 9)})
+    fast(images, **{name: None})
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_configuration_decides_whether_the_output_is_a_tuple(name):
+    model, images = fresh(name), images_for(name, (3, 3))
+    expected = first_tensor(pruned(model)(images))
+    if not hasattr(model.config, "return_dict"):
+        with pytest.raises(ModelError, match="return_dict: TinyScenes has one form of output"):
+            pruned(model)(images, return_dict=False)
+        return
+    model.config.return_dict = False
+    output = pruned(model)(images)
+    assert type(output) is tuple and torch.equal(output[0], expected)
+    assert not isinstance(pruned(model)(images, return_dict=True), tuple)
+
+
+@pytest.mark.parametrize("option", ["output_hidden_states", "output_attentions"])
+def test_inner_tokens_are_refused_also_where_the_configuration_asks_for_them(option):
+    model, images = fresh("depth-v2"), images_for("depth-v2", (3, 3))
+    setattr(model.config, option, True)
+    with pytest.raises(ModelError, match=f"{option}: the model's configuration asks for it"):
+        pruned(model)(images)
+    pruned(model)(images, **{option: False})
+    with pytest.raises(ModelError, match=f"{option}: a pruned model gives its output alone"):
+        pruned(model)(images, **{option: True})
+
+
+@pytest.mark.parametrize("name", sorted(FIXED_SIZE))
+def test_another_size_needs_the_option_that_the_model_needs(name):
+    model, images = model_of(name), images_for(name, (2, 3))
+    with pytest.raises(ValueError, match="16"):
+        model(images)
+    with pytest.raises(
+        PullbackError, match=r"pixel_values: .* expects 24x24 pixels, got 16x24.*interpolate_pos_encoding"
+    ):
+        pruned(model)(images)
+    pruned(model)(images, interpolate_pos_encoding=True)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_pixels_that_fill_no_patch_are_passed_over_as_the_model_does(name):
+    model, options = model_of(name), {"interpolate_pos_encoding": True} if name in FIXED_SIZE else {}
+    height, width = (side * SMALL_MODELS[name].patch_size for side in (2, 3))
+    images = torch.randn(2, 3, height + 3, width + 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    fast = pruned(model)
+    output = fast(images, **options)
+    assert torch.equal(first_tensor(output), first_tensor(fast(images[..., :height, :width], **options)))
+    forced = first_tensor(pruned(model, ratio=0.0).pruned(images))
+    torch.testing.assert_close(forced, first_tensor(model(images, **options)), rtol=1e-6, atol=1e-6)
+    with pytest.raises(ImageError, match="not divisible by the patch size"):
+        fast.pruned(images[..., :5, :])
+
+
+def test_crops_compile_into_one_graph():
+    fast = pruned(fresh("dinov2").float())
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(fast, backend=counter, fullgraph=True, dynamic=False)
+    images = torch.randn(2, 3, 45, 47)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(images).pooler_output, fast(images).pooler_output, rtol=1e-4, atol=1e-4)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("name", ["dinov2", "dinov2-swiglu", "dinov3", "clip", "vit", "depth-v2", "tiny-scenes"])
+def test_replaced_weights_are_used(name):
+    model, images = fresh(name), images_for(name, (3, 3))
+    fast = pruned(model)
+    before = first_tensor(fast(images))
+    other = {key: value * 0.9 if value.is_floating_point() else value for key, value in model.state_dict().items()}
+    model.load_state_dict(other, assign=True)
+    after = first_tensor(fast(images))
+    assert not torch.allclose(before, after)
+    torch.testing.assert_close(after, first_tensor(pruned(model)(images)))
+
+
+def test_a_parameter_replaced_by_hand_is_used():
+    model, images = fresh("dinov2"), images_for("dinov2", (3, 3))
+    fast = pruned(model)
+    fast(images)
+    model.layernorm.bias = nn.Parameter(torch.full((24,), 7.0, dtype=torch.float64))
+    torch.testing.assert_close(fast(images).pooler_output, pruned(model)(images).pooler_output)
+
+
+def test_a_compiled_copy_follows_after_one_call_without_the_compiler():
+    """The check stays out of the graph."""
+    model = fresh("dinov2").float()
+    fast, images = pruned(model), images_for("dinov2", (3, 3)).float()
+    torch._dynamo.reset()
+    compiled = torch.compile(fast, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        compiled(images)
+        model.load_state_dict({key: value * 0.9 for key, value in model.state_dict().items()}, assign=True)
+        fast(images)
+        expected = pruned(model)(images).pooler_output
+        torch.testing.assert_close(compiled(images).pooler_output, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_copy_follows_weights_that_are_views():
+    """Gate and value of our own SwiGLU are halves of one matrix; a deep copy of them would be no view of its copy."""
+    torch.manual_seed(0)
+    config = Dinov2Config(
+        hidden_size=24, num_hidden_layers=3, num_attention_heads=3, image_size=42, use_swiglu_ffn=True
+    )
+    fast = copy.deepcopy(pruned(Dinov2(config).eval().requires_grad_(False)))
+    images = torch.randn(2, 3, 42, 42)
+    for parameter in fast.model.parameters():
+        parameter.mul_(0.9)
+    torch.testing.assert_close(fast(images).pooler_output, pruned(fast.model)(images).pooler_output)
