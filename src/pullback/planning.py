@@ -15,7 +15,7 @@ from pullback.errors import PullbackError, ShapeError
 from pullback.evaluation.cost import flops as count_flops
 from pullback.evaluation.cost import race
 from pullback.evaluation.fidelity import cosine_degradation, silog
-from pullback.pruning.apply import Choice, PrunedModel, pruned_copy
+from pullback.pruning.apply import Choice, PrunedModel, plan_for
 from pullback.pruning.plan import is_number, plain
 from pullback.pruning.planner import Forecast, best_within_cost, cheapest_within_degradation, stage_choices
 
@@ -110,7 +110,7 @@ def plan_pruning(
     choices = stage_choices(heads, stages)
 
     def build(chosen: tuple[int, ...], ratio: float) -> PrunedModel:
-        return pruned_copy(model, [heads[stage] for stage in chosen], ratio=ratio, stages=chosen, preset=preset)
+        return PrunedModel(model, plan_for(model, preset, ratio, chosen), [heads[stage] for stage in chosen])
 
     if name == "degradation":
         found = cheapest_within_degradation(build, choices, calibration.flops, calibration.degradation, limit)

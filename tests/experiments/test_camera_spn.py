@@ -10,7 +10,16 @@ from typer.testing import CliRunner
 
 from pullback.errors import DecoderError, PullbackError, RankError
 from pullback.experiments import camera_spn as module
-from pullback.experiments.camera_spn import CONSTANT, UNTRAINED, CameraSpn, Settings, camera_probe, run, supervision_of
+from pullback.experiments.camera_networks import (
+    CONSTANT,
+    UNTRAINED,
+    CameraSpn,
+    Settings,
+    camera_probe,
+    rank_of,
+    supervision_of,
+)
+from pullback.experiments.camera_spn import run
 from pullback.learning.fit_spn import example_scores
 from pullback.operators import JacobianOperator, LowRankMetric
 from vggt_models import tiny
@@ -74,9 +83,9 @@ def test_the_rank_is_that_of_the_cameras_and_at_most_twenty(model):
     for views, expected in ((1, 9), (2, 18), (3, 20)):
         settings = replace(TOY, decoder="camera", views=views, rank=None)
         probe = camera_probe(model, settings, "cpu")
-        assert module.rank_of(probe, torch.rand(1, views, 3, 28, 28), None) == expected
+        assert rank_of(probe, torch.rand(1, views, 3, 28, 28), None) == expected
     with pytest.raises(RankError, match=r"rank: expected 1 to 27, the rows of J .*, got 28"):
-        module.rank_of(probe, torch.rand(1, 3, 3, 28, 28), 28)
+        rank_of(probe, torch.rand(1, 3, 3, 28, 28), 28)
 
 
 @pytest.fixture

@@ -186,32 +186,24 @@ def prune(
     a decoder). ``modes``: preset "paper" on class tokens matches by d_task, with the metric of a Spectral Pullback
     Network: the score itself, or this one; or with exact modes, a function.
     """
-    pruned = pruned_copy(model, score, ratio=ratio, stages=stages, preset=preset, dense=dense, modes=modes)
+    scores: list[Any] = list(score) if isinstance(score, (list, tuple, nn.ModuleList)) else [score]
+    pruned = PrunedModel(model, plan_for(model, preset, ratio, stages, dense=dense), scores, modes)
     for note in pruned.plan.notes(pruned.backbone.depth):
         logger.warning(note)
     return pruned
 
 
-def pruned_copy(
-    model: nn.Module,
-    score: Choice | Sequence[Choice],
-    *,
-    ratio: float | Sequence[float],
-    stages: Sequence[int],
-    preset: str = "best",
-    dense: bool | None = None,
-    modes: Modes | nn.Module | None = None,
-) -> PrunedModel:
-    """`prune` without its remarks, for those who try many plans."""
+def plan_for(
+    model: nn.Module, preset: str, ratio: float | Sequence[float], stages: Sequence[int], *, dense: bool | None = None
+) -> PrunePlan:
+    """A named plan for this model; ``dense`` as in `prune`."""
     _check_model(model)
     backbone = load_backbone(model)
     if dense is None:
         dense = bool(backbone.hook_layers)
     if not dense and backbone.hook_layers:
         raise PullbackError(f"dense: the decoder of {backbone.name} reads all patch tokens, so they must come back.")
-    plan = named_plan(preset, ratio, stages, dense=dense, depth=backbone.depth)
-    scores: list[Any] = list(score) if isinstance(score, (list, tuple, nn.ModuleList)) else [score]
-    return PrunedModel(model, plan, scores, modes)
+    return named_plan(preset, ratio, stages, dense=dense, depth=backbone.depth)
 
 
 def _check_model(model: Any) -> None:
