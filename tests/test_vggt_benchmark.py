@@ -105,3 +105,13 @@ def test_choices_of_the_preset_are_changed_one_at_a_time(tmp_path, monkeypatch):
     gaps = {variant: row["more than the preset"]["depth change"]["mean"] for (_, variant), row in rows.items()}
     assert gaps.pop(rules.PRESET) == 0
     assert all(gaps.values())  # each of them changes something
+
+
+def test_matching_never_holds_all_cosines_at_once(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    peak_gigabytes = importlib.import_module("measure").peak_gigabytes
+    tokens = torch.randn(1, 6000, 8, generator=torch.Generator().manual_seed(0))
+    places = torch.arange(6000)[None]
+    everybody = torch.ones(1, 6000, dtype=torch.bool)
+    peak = peak_gigabytes(lambda: nearest(tokens, places, everybody), torch.device("cpu"))
+    assert peak < 0.06  # of 0.144 for the whole matrix in float32
