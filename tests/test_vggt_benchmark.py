@@ -1,4 +1,4 @@
-"""The benchmark of VGGT's heads at its small size: it runs, and writes what it measured."""
+"""The benchmarks of VGGT at small sizes: they run, write what they measured, and can see how memory is bounded."""
 
 import importlib
 import json
