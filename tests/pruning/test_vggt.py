@@ -84,6 +84,13 @@ def test_a_plan_may_bring_all_tokens_of_a_view_back_for_the_last_block(model, im
     assert differs(fused(images), pruned(images))
 
 
+@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize(("ratio", "stages", "named"), [("0.5", [1], "ratio"), (0.5, 1, "stages")])
+def test_shares_and_blocks_of_another_kind_are_named(model, scope, ratio, stages, named):
+    with pytest.raises(PullbackError, match=f"^{named}: expected"):
+        prune_views(model, "norm", ratio=ratio, stages=stages, scope=scope)
+
+
 def test_a_view_that_is_there_twice_goes_without_a_trace(model):
     """Views 1 and 2 are equal, and so are all their tokens: half of these merge into the others, across views."""
     first, second = scenes(2, 3, 56, 56)

@@ -31,7 +31,7 @@ from pullback.errors import ModelError, PullbackError
 from pullback.layout import TokenLayout
 from pullback.pruning.context import Score, ScoreContext
 from pullback.pruning.matching import rows
-from pullback.pruning.plan import PrunePlan, even, preset
+from pullback.pruning.plan import PrunePlan, as_blocks, as_shares, preset
 from pullback.pruning.reinsert import Leftover, leftover, reinserted
 from pullback.pruning.run import StageRecord, _record, _Tokens, _whole
 from pullback.pruning.scores import HeadScore, as_score
@@ -118,8 +118,8 @@ def view_plan(
         raise PullbackError(f"scope: expected one of {', '.join(get_args(Scope))}, got {scope!r}.")
     if name not in PRESETS:
         raise PullbackError(f"preset: expected one of {', '.join(PRESETS)}, got {name!r}.")
-    stages = tuple(stages)
-    shares = even(ratio, len(stages)) if isinstance(ratio, (int, float)) else tuple(ratio)
+    stages = as_blocks(stages)
+    shares = as_shares(ratio, len(stages))
     if name == "best":
         return PrunePlan(stages, shares, select="cost", match="cosine", sizes=True, reinsert="drift", trust=0.5)
     if scope == "view":
