@@ -6,7 +6,8 @@
 Both sides run as they are, compiled, and on a GPU each of these also captured in a CUDA graph; each side's fastest form
 counts. The arithmetic limit is the ratio of the blocks' operations, 24 n D^2 + 4 n^2 D each with n tokens. "stage" is
 one removal alone (score, selection, matching, moving tokens) in its fastest form; "attention" is that of one block on
-the tokens that are left, without and with their sizes.
+the tokens that are left, without and with their sizes. Every head of ``--heads`` (width x rounds) is timed at half of
+the tokens, the first one also with a quarter left.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from pullback.pruning.context import ScoreContext
 from pullback.pruning.run import _after, _whole, decide
 
 # name -> (stages, share of the patches removed at each)
-HALF = "half after block 3"
-SCHEDULES = {HALF: ((3,), (0.5,)), "a quarter left after block 3": ((3,), (0.75,))}
+HALF, QUARTER = "half after block 3", "a quarter left after block 3"
+SCHEDULES = {HALF: ((3,), (0.5,)), QUARTER: ((3,), (0.75,))}
 CASES = {"cuda": [(518, 64), (224, 64), (518, 1), (224, 1)], "cpu": [(224, 1)]}
 
 
@@ -122,6 +123,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--size", default=None, choices=["small", "base", "large"])
     parser.add_argument("--preset", default="best")
+    parser.add_argument("--heads", nargs="+", default=["256x1"], help="importance heads, width x rounds")
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--cases", nargs="+", default=None, help="pixels:batch")
     parser.add_argument("--eager", nargs="+", default=[], help="cases that are not compiled, to save time")
@@ -137,19 +139,24 @@ def main() -> None:
     rounds = options.rounds or (7 if on_gpu else 15)
     model = random_dinov2(size).to(device, dtype)
     dim = model.config.hidden_size
-    head = pb.ImportanceHead(dim).to(device, dtype).eval()
+    heads = {}
+    for name in options.heads:
+        width, deep = map(int, name.split("x"))
+        heads[name] = pb.ImportanceHead(dim, width, rounds=deep).to(device, dtype).eval()
     cases = [tuple(map(int, case.split(":"))) for case in options.cases] if options.cases else CASES[device.type]
     content: dict[str, Any] = {"machine": machine(device), "model": f"dinov2-{size}, random weights, seed 0"}
-    content |= {"dtype": str(dtype), "preset": options.preset, "head": "width 256, random", "cases": []}
+    content |= {"dtype": str(dtype), "preset": options.preset, "heads": "random, width x rounds", "cases": []}
     for pixels, batch in cases:
         torch.manual_seed(0)
         images = torch.randn(batch, 3, pixels, pixels, device=device, dtype=dtype)
         compiled = not options.no_compile and f"{pixels}:{batch}" not in options.eager
-        names = [name for name in SCHEDULES if name == HALF or (pixels, batch) == cases[0]]
+        names = {f"{HALF}, head {head}": (HALF, head) for head in heads}
+        if pixels == cases[0][0]:
+            names |= {f"{QUARTER}, head {options.heads[0]}": (QUARTER, options.heads[0])}
         models: dict[str, nn.Module] = {"unpruned": model}
-        for name in names:
-            stages, shares = SCHEDULES[name]
-            models[name] = pb.prune(model, head, ratio=shares, stages=stages, preset=options.preset)
+        for name, (schedule, head) in names.items():
+            stages, shares = SCHEDULES[schedule]
+            models[name] = pb.prune(model, heads[head], ratio=shares, stages=stages, preset=options.preset)
         runs: dict[str, Callable[[], Any]] = {}
         for name, one in models.items():
             print(f"{pixels} px, batch {batch}: {name}", flush=True)
@@ -157,17 +164,18 @@ def main() -> None:
                 runs[f"{name}: {form}"] = call
         times = milliseconds(runs, device, rounds)  # in turns
         best = {name: min(ms for run, ms in times.items() if run.startswith(f"{name}: ")) for name in models}
-        for name in names:
-            stages, shares = SCHEDULES[name]
+        for name, (schedule, head) in names.items():
+            stages, shares = SCHEDULES[schedule]
             fast: Any = models[name]
             tokens = fast.backbone.features(images, [stages[0]])[stages[0]]
             parts = forms(Stage(fast, images), tokens, compiled)
-            parts |= {f"score, {form}": call for form, call in forms(head, tokens, compiled).items()}
+            parts |= {f"score, {form}": call for form, call in forms(heads[head], tokens, compiled).items()}
             own = milliseconds(parts, device, rounds)
             row = {
                 "pixels": pixels,
                 "batch": batch,
-                "schedule": name,
+                "schedule": schedule,
+                "head": head,
                 "stages": stages,
                 "shares": shares,
                 "ms": times,

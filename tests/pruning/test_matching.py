@@ -6,7 +6,18 @@ import pytest
 import torch
 
 from families import random_normal
-from pullback.pruning.matching import Matching, artifacts, cosines, lowest, match_by_cosine, match_by_task, rows
+from pullback.pruning.matching import (
+    Matching,
+    _median,
+    _ranks_by_pairs,
+    artifacts,
+    cosines,
+    lowest,
+    match_by_cosine,
+    match_by_task,
+    ranks,
+    rows,
+)
 
 MATCHING = Matching(
     kept=torch.tensor([[0, 2, 4], [0, 1, 3]]),
@@ -68,7 +79,7 @@ def test_the_lowest_patches_go_and_the_prefix_never():
     scores = torch.tensor([[-9.0, -8.0, 5.0, 1.0, 3.0, 2.0]])
     kept, removed = lowest(scores, 2, prefix=2)
     assert kept.tolist() == [[0, 1, 2, 4]]
-    assert sorted(removed[0].tolist()) == [3, 5]
+    assert removed.tolist() == [[3, 5]]
 
 
 @pytest.mark.parametrize("score", [math.inf, math.nan])
@@ -77,6 +88,27 @@ def test_no_score_of_a_patch_can_remove_the_prefix(score):
     scores[0, :3] = 1.0
     kept, removed = lowest(scores, 3, prefix=2)
     assert kept[0, :2].tolist() == [0, 1] and len({*kept[0].tolist(), *removed[0].tolist()}) == 6
+
+
+def test_ranks_are_places_in_descending_order():
+    assert ranks(torch.tensor([[0.5, 3.0, -1.0, 2.0]])).tolist() == [[2, 0, 3, 1]]
+
+
+def test_comparing_all_pairs_ranks_as_sorting_does():
+    """The one that GPUs use for few tokens, when compiled; with equal ones, and what is not a number."""
+    scores = random_normal(3, 50).float()
+    assert torch.equal(_ranks_by_pairs(scores), ranks(scores))
+    scores[1, 10:30] = 0.25
+    scores[2, [4, 9]] = torch.tensor([math.nan, math.inf])
+    for found in (ranks(scores), _ranks_by_pairs(scores)):
+        assert torch.equal(found.sort(1).values, torch.arange(50, dtype=torch.int32).expand(3, -1))
+        assert {*found[2, [4, 9]].tolist()} == {0, 1}
+
+
+def test_a_median_is_the_upper_one_of_two():
+    values = random_normal(4, 9).float()
+    assert torch.equal(_median(values)[:, 0], values.median(1).values)
+    assert _median(torch.tensor([[4.0, 1.0, 3.0, 2.0]])).tolist() == [[3.0]]
 
 
 def test_nothing_to_remove():

@@ -10,6 +10,9 @@ from torch import Tensor
 
 ALIGNED = 8  # matrices whose rows start at multiples of 16 bytes are multiplied twice as fast on a GPU
 NOBODY = -1.5  # below every cosine
+# Sorting one row leaves most of a GPU idle, comparing all of its pairs does not, if a compiler does it without storing
+# them. H200, one stage: 1 image of 1,369 patches 0.15 ms against 0.20; 64 of 256 patches 0.35 against 0.31.
+FEW_PAIRS = 1 << 21
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +54,7 @@ class Matching:
         shares = (shares / total.clamp_min(torch.finfo(torch.float32).tiny)[..., None]).to(x.dtype)
         spare = -shares.shape[2] % ALIGNED
         gaps = self.take(x) - self.partner(kept)
-        return torch.baddbmm(kept, F.pad(shares, (0, spare)), F.pad(gaps, (0, 0, 0, spare)))
+        return kept + F.pad(shares, (0, spare)) @ F.pad(gaps, (0, 0, 0, spare))
 
     def add(self, x: Tensor) -> Tensor:
         """Sums: x [B, N] -> [B, K]; what is dropped is lost."""
@@ -82,22 +85,42 @@ def rows(x: Tensor, index: Tensor) -> Tensor:
 
 
 def lowest(scores: Tensor, count: int, prefix: int) -> tuple[Tensor, Tensor]:
-    """(kept [B, N - count] ascending, removed [B, count]): the patches with the lowest scores [B, N] go. The prefix
-    takes no part in the order, so that no score, infinite or not a number, can remove it."""
-    order = prefix + _descending(scores[:, prefix:].float())
-    split = order.shape[1] - count
-    never = torch.arange(prefix, device=scores.device).expand(scores.shape[0], -1)
-    return torch.cat([never, order[:, :split].sort(dim=1).values], 1), order[:, split:]
+    """(kept [B, N - count], removed [B, count]), both ascending: the patches with the lowest scores [B, N] go. The
+    prefix takes no part in the order, so that no score, infinite or not a number, can remove it."""
+    stays = ranks(scores[:, prefix:]) < scores.shape[1] - prefix - count
+    stays = F.pad(stays, (prefix, 0), value=True)
+    left = scores.shape[1] - count
+    here, before = _places(scores), stays.cumsum(1)
+    place = torch.where(stays, before - 1, left + here - before)
+    order = torch.zeros_like(here).scatter(1, place, here).long()
+    return order[:, :left], order[:, left:]
 
 
 def ranks(scores: Tensor) -> Tensor:
-    """[B, N] -> [B, N]: 0 for the highest; equal ones in some order, so that no two have the same."""
-    places = torch.arange(scores.shape[1], device=scores.device).expand_as(scores)
-    return torch.zeros_like(places).scatter(1, _descending(scores.float()), places)
+    """[B, N] -> [B, N]: 0 for the highest; equal ones in some order, so that no two have the same. NaN is high."""
+    scores = scores.float()
+    if scores.is_cuda and torch.compiler.is_compiling() and scores.shape[0] * scores.shape[1] ** 2 <= FEW_PAIRS:
+        return _ranks_by_pairs(scores)
+    here = _places(scores)
+    return torch.zeros_like(here).scatter(1, scores.sort(dim=1, descending=True).indices, here)
 
 
-def _descending(scores: Tensor) -> Tensor:
-    return scores.topk(scores.shape[1], dim=1).indices  # a sort that ONNX knows
+def _places(scores: Tensor) -> Tensor:
+    """0, 1, ..., N - 1 in every row [B, N]; int32, whose scatter compilers write themselves, unlike that of int64."""
+    return torch.arange(scores.shape[1], dtype=torch.int32, device=scores.device).expand_as(scores)
+
+
+def _ranks_by_pairs(scores: Tensor) -> Tensor:
+    """How many are higher, or equal and before."""
+    scores, here = stored(torch.where(scores.isnan(), torch.inf, scores)), _places(scores)
+    others, own = scores[:, None], scores[..., None]
+    return ((others > own) | ((others == own) & (here[:, None] < here[..., None]))).sum(-1, dtype=torch.int32)
+
+
+def stored(x: Tensor) -> Tensor:
+    """x itself. A GPU compiler fuses what makes x into whatever reads it, and would work it out anew for each of N^2
+    pairs; strides it can only give to what is in memory."""
+    return x.as_strided(x.shape, x.stride()) if x.is_cuda and torch.compiler.is_compiling() else x
 
 
 def artifacts(tokens: Tensor, prefix: int, deviations: float = 4.0) -> Tensor:
@@ -112,8 +135,9 @@ def artifacts(tokens: Tensor, prefix: int, deviations: float = 4.0) -> Tensor:
 
 
 def _median(values: Tensor) -> Tensor:
-    """[B, n] -> [B, 1], the upper one of two; by sorting, which every exporter knows."""
-    return values.sort(dim=1).values[:, values.shape[1] // 2, None]
+    """[B, n] -> [B, 1], the upper one of two."""
+    middle = ranks(values) == (values.shape[1] - 1) // 2
+    return torch.where(middle, values, 0).sum(1, keepdim=True)
 
 
 def cosines(tokens: Tensor) -> Tensor:
@@ -133,9 +157,9 @@ def most_similar(cosine: Tensor, among: Tensor) -> tuple[Tensor, Tensor]:
 def residuals(tokens: Tensor, scores: Tensor, allowed: Tensor, cosine: Tensor) -> Tensor:
     """[B, N]: |F_t - F_u| to the most similar allowed token u with a higher score, which is likely to be kept; at most
     the token's own length, which is what dropping it takes away."""
-    # A compiler would work scores out anew for each of N^2 comparisons; ranks it has to have before.
     place = ranks(scores)
-    best, partner = most_similar(cosine, allowed[:, None] & (place[:, None] < place[..., None]))
+    reach = stored(torch.where(allowed, place, place.shape[1]))  # who is not allowed comes after everyone
+    best, partner = most_similar(cosine, reach[:, None] < place[..., None])
     own = tokens.float().norm(dim=-1)
     away = (tokens - rows(tokens, partner.clamp_max(tokens.shape[1] - 1))).float().norm(dim=-1)
     return torch.where(best > NOBODY, torch.minimum(away, own), own)
@@ -154,7 +178,7 @@ def match_by_cosine(
     Merged where the cosine is above ``gate``, and only into an allowed token.
     """
     stays = torch.zeros_like(allowed).scatter(1, kept, True)
-    best, partner = most_similar(rows(cosine, removed), (allowed & stays)[:, None])
+    best, partner = most_similar(rows(cosine, removed), stored(allowed & stays)[:, None])
     place = stays.cumsum(1) - 1  # of a kept token among the kept
     destination = rows(place, partner.clamp_max(allowed.shape[1] - 1)).clamp_min(0)
     return destination, best > max(gate, NOBODY)

@@ -21,6 +21,7 @@ from pullback.pruning.matching import (
     removal_costs,
     residuals,
     rows,
+    stored,
 )
 from pullback.pruning.modes import StageModes, as_modes
 from pullback.pruning.plan import PrunePlan
@@ -131,7 +132,7 @@ def decide(
     modes: Modes | None = None,
 ) -> tuple[Matching, Tensor]:
     """One stage: the matching of tokens [B, N, D], and the weights [B, N] of a merge."""
-    scores = score(tokens, context)
+    scores = stored(score(tokens, context))
     if scores.shape != tokens.shape[:2]:
         raise PullbackError(
             f"score: expected one number per token, {list(tokens.shape[:2])}, got {list(scores.shape)}."
