@@ -131,6 +131,19 @@ def test_an_image_alone_and_in_a_batch(backbone, images, name):
             assert torch.equal(ours.removed[number : number + 1], theirs.removed)
 
 
+@pytest.mark.parametrize("score", ["head", "tome", "strided", "evit", "norm", "cls-similarity"])
+@pytest.mark.parametrize("dense", [False, True])
+def test_every_score_looks_at_its_image_alone(backbone, images, score, dense):
+    torch.manual_seed(0)
+    chosen = ImportanceHead(64, 16).double() if score == "head" else score
+    plan = preset("best", 0.4, [1, 3], dense=dense)
+    together = run_pruned(backbone, images, plan, [chosen], layers=[LAST])
+    for number in (0, 2):
+        alone = run_pruned(backbone, images[number : number + 1], plan, [chosen], layers=[LAST])
+        torch.testing.assert_close(together.taps[0][number : number + 1], alone.taps[0], rtol=0, atol=1e-10)
+        assert torch.equal(together.records[1].kept[number : number + 1], alone.records[1].kept)
+
+
 @pytest.mark.parametrize("name", PLANS)
 def test_dense_plans_give_all_tokens_back_and_others_what_is_left(backbone, images, name):
     taps = run(backbone, images, PLANS[name], layers=[0, 5]).taps
