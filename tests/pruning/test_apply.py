@@ -13,6 +13,7 @@ from pullback.data.scenes import normalised, render
 from pullback.errors import ModelError, PullbackError
 from pullback.learning.head import ImportanceHead
 from pullback.models.dinov2 import Dinov2, Dinov2Config
+from pullback.pruning import matching
 from pullback.pruning.outputs import ASSEMBLE
 
 MODELS = [name for name, small in SMALL_MODELS.items() if small.family in ASSEMBLE]
@@ -157,6 +158,27 @@ def test_compiles_into_one_graph_for_each_image_size(name):
         assert counter.frame_count == frames
         for key in theirs:
             torch.testing.assert_close(ours[key], theirs[key], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("name", ["dinov2", "tiny-scenes"])
+def test_what_a_gpu_compiles_chooses_the_same_tokens(name, batch, monkeypatch):
+    """Ranks from pairs, and tensors that are kept in memory: here without the GPU."""
+    monkeypatch.setattr(matching, "_compiled_for_gpu", lambda x: torch.compiler.is_compiling())
+    by_pairs = []
+    monkeypatch.setattr(
+        matching, "_ranks_by_pairs", lambda scores, real=matching._ranks_by_pairs: by_pairs.append(1) or real(scores)
+    )
+    fast = pb.prune(copy.deepcopy(model_of(name)).float(), ImportanceHead(24, 16, 4), ratio=0.4, stages=[0, 1])
+    images = images_for(name, (3, 3), batch=batch).float()
+    torch._dynamo.reset()
+    with torch.no_grad():
+        ours = torch.compile(fast.with_record, backend="aot_eager", fullgraph=True)(images)[1]
+        assert bool(by_pairs) == (batch == 1)
+        theirs = fast.with_record(images)[1]
+    for a, b in zip(ours.records, theirs.records, strict=True):
+        assert torch.equal(a.kept, b.kept) and torch.equal(a.partner, b.partner)
+    torch.testing.assert_close(ours.taps[0], theirs.taps[0], rtol=1e-4, atol=1e-4)
 
 
 def test_a_copy_of_a_pruned_model_stands_alone():
