@@ -1,6 +1,7 @@
 """Which models are pruned, how their copies are called, and whose weights they use."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import pullback as pb
 from families import SMALL_MODELS, images_for, model_of
-from pullback.errors import ImageError, ModelError, PullbackError
+from pullback.errors import ImageError, ModelError, PullbackError, ShapeError
 from pullback.models.dinov2 import Dinov2, Dinov2Config
 from pullback.pruning.outputs import ASSEMBLE
 
@@ -210,3 +211,49 @@ def test_a_copy_follows_weights_that_are_views():
     for parameter in fast.model.parameters():
         parameter.mul_(0.9)
     torch.testing.assert_close(fast(images).pooler_output, pruned(fast.model)(images).pooler_output)
+
+
+def test_where_and_what_it_is_can_be_asked_as_of_the_model():
+    fast = pruned(model_of("dinov2"))
+    assert fast.device == torch.device("cpu") and fast.dtype == torch.float64 and fast.main_input_name == "pixel_values"
+
+
+def test_training_around_it_does_not_wake_the_frozen_model():
+    model = fresh("dinov2")
+    network = nn.Sequential(pruned(model)).train()
+    assert network.training and not network[0].training and not model.training
+
+
+def test_a_layer_that_is_replaced_counts():
+    model = fresh("dinov2")
+    fast, images = pruned(model), images_for("dinov2", (3, 3))
+    with torch.no_grad():
+        before = fast(images).pooler_output
+        layer = model.encoder.layer[0].mlp.fc1
+        other = nn.Linear(layer.in_features, layer.out_features).to(layer.weight).eval()
+        model.encoder.layer[0].mlp.fc1 = other
+        after = fast(images).pooler_output
+        expected = pruned(model)(images).pooler_output
+    assert not torch.allclose(before, after) and torch.equal(after, expected)
+
+
+@pytest.mark.parametrize("strange", [math.nan, math.inf])
+def test_a_score_that_is_no_number_leaves_the_output_one(strange):
+    def score(tokens, context):
+        scores = tokens.norm(dim=-1)
+        return scores.index_fill(1, torch.tensor([3]), strange)
+
+    with torch.no_grad():
+        output, run = pb.prune(model_of("dinov2"), score, ratio=0.4, stages=[1]).with_record(
+            images_for("dinov2", (3, 3))
+        )
+    assert output.pooler_output.isfinite().all()
+    assert (run.records[0].kept == 3).any(1).all()
+
+
+def test_images_that_are_none_and_scores_that_are_none():
+    fast = pb.prune(model_of("dinov2"), lambda tokens, context: None, ratio=0.4, stages=[1])
+    with pytest.raises(ShapeError, match=r"pixel_values: expected images .* got NoneType"):
+        fast(None)
+    with pytest.raises(PullbackError, match=r"score: expected one number per token, .* got NoneType"):
+        fast(images_for("dinov2", (3, 3)))

@@ -34,6 +34,12 @@ def test_sixteen_images(name, tmp_path):
         np.testing.assert_allclose(embedding, embedding_of(output)[:batch].numpy(), rtol=1e-4, atol=1e-4)
 
 
+def test_a_dense_model_is_not_exported(tmp_path):
+    depth = pb.prune(model_of("depth-v2"), "norm", ratio=0.5, stages=[1])
+    with pytest.raises(PullbackError, match=r"expected a class-token model, got .* reads all tokens"):
+        pb.export_onnx(depth, tmp_path / "depth.onnx", size=42)
+
+
 def test_a_dense_model_has_no_embedding():
     depth = pb.prune(model_of("depth-v2"), "norm", ratio=0.5, stages=[1])
     with pytest.raises(PullbackError, match="expected an embedding of the image, got DepthEstimatorOutput"):

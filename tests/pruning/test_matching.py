@@ -1,11 +1,13 @@
 """Who goes, into whom, and that one decision applies to any tensor and can be undone."""
 
 import math
+import shutil
 
 import pytest
 import torch
 
 from families import random_normal
+from pullback.pruning import matching
 from pullback.pruning.matching import (
     Matching,
     _median,
@@ -17,6 +19,7 @@ from pullback.pruning.matching import (
     match_by_task,
     ranks,
     rows,
+    stored,
 )
 
 MATCHING = Matching(
@@ -103,6 +106,18 @@ def test_comparing_all_pairs_ranks_as_sorting_does():
     for found in (ranks(scores), _ranks_by_pairs(scores)):
         assert torch.equal(found.sort(1).values, torch.arange(50, dtype=torch.int32).expand(3, -1))
         assert {*found[2, [4, 9]].tolist()} == {0, 1}
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler, which torch.compile calls")
+def test_what_is_stored_may_start_anywhere_in_its_base(monkeypatch):
+    monkeypatch.setattr(matching, "_compiled_for_gpu", lambda x: torch.compiler.is_compiling())
+    x = random_normal(2, 6, 2).float()
+
+    def second(x):
+        return stored(x.softmax(-1)[..., 1]) + 1
+
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(second, fullgraph=True)(x), second(x))
 
 
 def test_a_median_is_the_upper_one_of_two():

@@ -108,3 +108,11 @@ def test_a_score_of_the_wrong_shape_is_refused():
     backbone = load_backbone(seeded_vit())
     with pytest.raises(PullbackError, match=r"score: expected one number per token, \[1, 26\], got \[1, 26, 64\]"):
         run_pruned(backbone, random_normal(1, 3, 70, 70), PrunePlan((2,), (0.5,)), [lambda t, c: t], layers=[5])
+
+
+@pytest.mark.parametrize("name", ["norm", "cls-similarity", "evit"])
+def test_half_precision_still_tells_tokens_apart(name):
+    backbone, images = load_backbone(seeded_vit().to(torch.bfloat16)), random_normal(1, 3, 280, 280).to(torch.bfloat16)
+    scores = SCORES[name](*context_of(backbone, images))
+    assert scores.dtype == torch.float32
+    assert len(scores.unique()) > 0.9 * scores.numel()

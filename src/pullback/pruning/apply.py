@@ -48,7 +48,25 @@ class PrunedModel(nn.Module):
     def config(self) -> Any:
         return self.model.config
 
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.model.parameters()).dtype
+
+    @property
+    def main_input_name(self) -> str:
+        return "pixel_values"
+
+    def train(self, mode: bool = True) -> PrunedModel:
+        """Stays in evaluation mode, also inside a network that is trained: the model is frozen, and not ours alone."""
+        return super().train(False)
+
     def forward(self, pixel_values: Tensor, **options: Any) -> Any:
+        if not isinstance(pixel_values, Tensor):
+            raise ShapeError(f"pixel_values: expected images [B, 3, H, W], got {type(pixel_values).__name__}.")
         if self.plan.ratio == 0:
             return self.model(pixel_values, **options)
         as_tuple = self._as_tuple(options.pop("return_dict", None))
@@ -139,16 +157,18 @@ class PrunedModel(nn.Module):
             )
 
     def _take_apart(self) -> None:
-        """The backbone refers to the parameters that the model has now, which are kept to notice others later."""
+        """The backbone refers to the parameters that the model has now. They, and the layers that hold them, are kept
+        to notice others later."""
         self.backbone = load_backbone(self.model)
         self._places = [
-            (module._parameters, name, value)
+            (place, name, value)
             for module in self.model.modules()
-            for name, value in module._parameters.items()
+            for place in (module._parameters, module._modules)
+            for name, value in place.items()
         ]
 
     def _stale(self) -> bool:
-        """Whether a parameter was replaced: by load_state_dict(..., assign=True), or by hand."""
+        """Whether a parameter or a layer was replaced: by load_state_dict(..., assign=True), or by hand."""
         return any(place.get(name) is not value for place, name, value in self._places)
 
     def _apply(self, fn: Any, recurse: bool = True) -> PrunedModel:

@@ -42,7 +42,8 @@ class ScoreContext:
         q, k = block.heads_first(block.query(x[:, :1])), block.heads_first(block.key(x))  # no values: nothing is mixed
         if rope is not None:
             q, k = rope.rotate(q, 1), rope.rotate(k, x.shape[1])
-        logits = (q @ k.mT) * block.head_dim**-0.5  # [B, h, 1, N]
+        # in float32: half precision knows too few numbers to order hundreds of tokens
+        logits = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) * block.head_dim**-0.5  # [B, h, 1, N]
         if self.log_sizes is not None:
             logits = logits + self.log_sizes[:, None, None]
         return logits.softmax(-1).mean((1, 2))

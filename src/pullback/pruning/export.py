@@ -37,9 +37,13 @@ def embedding_of(output: Any) -> Tensor:
 
 def export_onnx(pruned: PrunedModel, path: str | Path, *, size: int | tuple[int, int]) -> Path:
     """For images [B, 3, H, W] of one size, any B, float32 -> ``image_embedding`` [B, M], ``kept_tokens`` [B, K]."""
+    if pruned.backbone.hook_layers:
+        raise PullbackError(
+            f"export_onnx: expected a class-token model, got {pruned.backbone.name}, whose decoder reads all tokens."
+        )
     path = Path(path)
     height, width = (size, size) if isinstance(size, int) else size
-    example = torch.zeros(2, 3, height, width)
+    example = torch.zeros(2, 3, height, width, device=pruned.device)
     try:
         program: Any = torch.onnx.export(
             _Exported(pruned).eval(),

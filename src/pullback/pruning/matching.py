@@ -119,8 +119,11 @@ def _ranks_by_pairs(scores: Tensor) -> Tensor:
 
 def stored(x: Tensor) -> Tensor:
     """x itself. A GPU compiler fuses what makes x into whatever reads it, and would work it out anew for each of N^2
-    pairs; strides it can only give to what is in memory."""
-    return x.as_strided(x.shape, x.stride()) if _compiled_for_gpu(x) else x
+    pairs; strides it can only give to what is in memory. (Of a view it would forget where in its base it starts.)"""
+    if not _compiled_for_gpu(x):
+        return x
+    own = x.clone(memory_format=torch.contiguous_format)
+    return own.as_strided(own.shape, own.stride())
 
 
 def _compiled_for_gpu(x: Tensor) -> bool:
@@ -139,7 +142,7 @@ def artifacts(tokens: Tensor, prefix: int, deviations: float = 4.0) -> Tensor:
 
 
 def _median(values: Tensor) -> Tensor:
-    """[B, n] -> [B, 1], the upper one of two."""
+    """[B, n] -> [B, 1], the upper one of two. By ranks, which a GPU has faster than a sorted row."""
     middle = ranks(values) == (values.shape[1] - 1) // 2
     return torch.where(middle, values, 0).sum(1, keepdim=True)
 

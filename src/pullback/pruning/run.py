@@ -28,6 +28,8 @@ from pullback.pruning.plan import PrunePlan
 from pullback.pruning.reinsert import Leftover, leftover, reinserted
 from pullback.pruning.scores import HeadScore, alternate, as_score, strided
 
+ENDLESS = 1e30  # an infinite weight, of which a sum is still a number
+
 
 @dataclass(frozen=True, eq=False)
 class StageRecord:
@@ -132,11 +134,11 @@ def decide(
     modes: Modes | None = None,
 ) -> tuple[Matching, Tensor]:
     """One stage: the matching of tokens [B, N, D], and the weights [B, N] of a merge."""
-    scores = stored(score(tokens, context))
-    if scores.shape != tokens.shape[:2]:
-        raise PullbackError(
-            f"score: expected one number per token, {list(tokens.shape[:2])}, got {list(scores.shape)}."
-        )
+    scores = score(tokens, context)
+    if not isinstance(scores, Tensor) or scores.shape != tokens.shape[:2]:
+        got = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+        raise PullbackError(f"score: expected one number per token, {list(tokens.shape[:2])}, got {got}.")
+    scores = stored(scores)
     if plan.match == "none" and plan.reinsert in ("none", "frozen") and plan.select == "score":
         kept, removed = lowest(scores, count, context.prefix)
         nobody = torch.zeros_like(removed)  # nothing is merged, nothing follows
@@ -152,7 +154,8 @@ def decide(
     else:
         destination, merged = match_by_cosine(cosine, kept, removed, allowed, gate)
         merged = torch.zeros_like(merged) if plan.match == "none" else merged
-    weights = context.sizes if plan.weighting == "size" else scores.clamp_min(0)
+    # a mean over tokens of which one weighs nothing that can be counted would be none
+    weights = context.sizes if plan.weighting == "size" else scores.clamp_min(0).nan_to_num(0.0, posinf=ENDLESS)
     return Matching(kept, removed, destination, merged), weights
 
 

@@ -38,7 +38,8 @@ def class_similarity(tokens: Tensor, context: ScoreContext) -> Tensor:
     """1 + cosine to the class token."""
     if context.prefix == 0:
         raise ModelError(f"score: {context.backbone.name} has no class token to be similar to.")
-    return 1 + F.cosine_similarity(tokens, tokens[:, :1], dim=-1)
+    wide = tokens.to(torch.promote_types(tokens.dtype, torch.float32))  # or hundreds of tokens would share a number
+    return 1 + F.cosine_similarity(wide, wide[:, :1], dim=-1)
 
 
 def class_attention(tokens: Tensor, context: ScoreContext) -> Tensor:
