@@ -1,11 +1,13 @@
 """One, two and four stages at equal operations, dense decoder, preset best and paper.
 
     python benchmarks/pruning_schedules.py --images scenes/ --device cuda                        # tiny-scenes depth
+    python benchmarks/pruning_schedules.py --model DIR --decoder saliency --score cls-similarity --images photos/
     python benchmarks/pruning_schedules.py --heads 1=h1 4=h4 7=h7 8=h8 10=h10 --images scenes/   # with a head per stage
 
-The one-stage plan sets the operations; the others get the largest ratio that stays within them. Without heads the score
-of a stage is the exact importance at its layer on the unpruned image (a Jacobian of a dense decoder needs all tokens),
-taken at the places of the tokens that are left: what a perfect head would say of a token before anything was removed.
+The one-stage plan sets the operations; the others get the smallest ratio that stays within them. Without heads or a
+named score the score of a stage is the exact importance at its layer on the unpruned image (a Jacobian of a dense
+decoder needs all tokens), taken at the places of the tokens that are left: what a perfect head would say of a token
+before anything was removed.
 """
 
 from __future__ import annotations
@@ -19,9 +21,9 @@ from measure import machine, save
 from torch import Tensor
 
 import pullback as pb
+from pullback.commands.prune_subject import Subject, degradation, measure_of
 from pullback.evaluation.cost import flops
-from pullback.evaluation.fidelity import silog
-from pullback.pruning import PrunePlan, ScoreContext, preset, run_pruned
+from pullback.pruning import PrunePlan, ScoreContext, preset
 
 SCHEDULES = ((4,), (4, 8), (1, 4, 7, 10))
 
@@ -49,20 +51,26 @@ class Looked:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="tiny-scenes")
+    parser.add_argument("--decoder", default="depth")
     parser.add_argument("--images", required=True)
     parser.add_argument("--limit", type=int, default=64)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--heads", nargs="*", default=[], help="LAYER=FOLDER")
+    parser.add_argument("--score", default=None, help="by name, at every stage")
     parser.add_argument("--ratios", nargs="+", type=float, default=[0.1, 0.2, 0.3, 0.5])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()
-    probe = pb.load_probe(options.model, "depth", device=options.device)
-    backbone, decoder = probe.backbone, probe.decoder
+    if options.decoder != "depth" and not (options.heads or options.score):
+        parser.error(f"--decoder {options.decoder}: the exact importance is that of depth. Give --heads or --score.")
+    probe = pb.load_probe(options.model, options.decoder, device=options.device)
+    subject = Subject(probe.backbone, probe.decoder, ())
     images = probe.load_images(options.images, 224, limit=options.limit).to(options.device)
     layers = {stage for stages in SCHEDULES for stage in stages}
     scores: dict[int, Any]
-    if options.heads:
+    if options.score:
+        scores = dict.fromkeys(layers, options.score)
+    elif options.heads:
         folders = dict(entry.split("=") for entry in options.heads)
         scores = {
             int(layer): pb.ImportanceHead.from_pretrained(folder, device=options.device)
@@ -72,15 +80,13 @@ def main() -> None:
         exact = exact_scores(options.model, layers, images, options.device, options.batch)
         scores = {layer: Looked(value) for layer, value in exact.items()}
 
-    @torch.no_grad()
     def output(plan: PrunePlan, some: Tensor) -> Tensor:
-        chosen = [scores[stage] for stage in plan.stages]
-        taps = run_pruned(backbone, some, plan, chosen, layers=decoder.layers).taps
-        return decoder.decode([backbone.norm(tap) for tap in taps], backbone.token_layout(some))
+        return subject.pruned(some, plan, [scores[stage] for stage in plan.stages])[0]
 
+    full = torch.cat([subject.full(part) for part in images.split(options.batch)])
+    measure = measure_of(options.decoder, full)
     with torch.no_grad():
-        full = torch.cat([probe(probe.features(part)) for part in images.split(options.batch)])
-        whole = flops(lambda: probe.backbone.features(images[:1], [backbone.depth - 1]))
+        whole = flops(lambda: probe.backbone.features(images[:1], [probe.backbone.depth - 1]))
     decoding = flops(lambda: output(preset("paper", 0.0, [4], dense=True), images[:1])) - whole
 
     def share(plan: PrunePlan) -> float:
@@ -99,14 +105,16 @@ def main() -> None:
                         print(f"{name} {stages}: never as cheap as {ratio} after block 4", flush=True)
                         continue
                 plan = preset(name, own, stages, dense=True)
-                errors = silog(output(plan, images), full).error
+                errors = torch.tensor([row["value"] for row in degradation(measure, output(plan, images), full)])
                 row = {"preset": name, "stages": stages, "ratio": own, "operations": share(plan), "of": ratio}
-                row |= {"silog": float(errors.mean()), "se": float(errors.std() / len(errors) ** 0.5)}
+                row |= {measure: float(errors.mean()), "se": float(errors.std() / len(errors) ** 0.5)}
                 rows.append(row)
                 print(row, flush=True)
     content = {"machine": machine(torch.device(options.device)), "model": options.model, "images": len(images)}
-    content |= {"score": "heads" if options.heads else "exact importance of the unpruned image", "rows": rows}
-    print(f"written: {save('pruning_schedules', content, options.out)}")
+    score = options.score or ("heads" if options.heads else "exact importance of the unpruned image")
+    content |= {"decoder": options.decoder, "measure": measure, "score": score, "rows": rows}
+    name = "pruning_schedules" if options.decoder == "depth" else f"pruning_schedules_{options.decoder}"
+    print(f"written: {save(name, content, options.out)}")
 
 
 def smallest(cost: Any, budget: float) -> float | None:
