@@ -154,8 +154,10 @@ def decide(
     else:
         destination, merged = match_by_cosine(cosine, kept, removed, allowed, gate)
         merged = torch.zeros_like(merged) if plan.match == "none" else merged
-    # a mean over tokens of which one weighs nothing that can be counted would be none
-    weights = context.sizes if plan.weighting == "size" else scores.clamp_min(0).nan_to_num(0.0, posinf=ENDLESS)
+    weights = context.sizes
+    if plan.weighting == "importance":
+        weights = scores.clamp_min(0).to(torch.promote_types(scores.dtype, torch.float32))
+        weights = weights.nan_to_num(0.0, posinf=ENDLESS)  # one NaN would spread to the mean, and from it to all tokens
     return Matching(kept, removed, destination, merged), weights
 
 
