@@ -13,9 +13,8 @@ from pullback.backbones import load_backbone
 from pullback.backbones.vggt import is_vggt
 from pullback.backbones.vggt_checkpoint import VGGT
 from pullback.decoders import Decoder, OutputMetric, TaskDistance, build_decoder, task_distance
-from pullback.errors import DecoderError
 from pullback.probes.probe import ProbeMap
-from pullback.probes.vggt import SceneProbe, scene_probe
+from pullback.probes.vggt import SceneProbe, refuse_pose_derivative, scene_probe
 
 
 @overload
@@ -81,10 +80,7 @@ def load_probe(
             read_probe_layer=read_probe_layer,
             pose_derivative=pose_derivative,
         )
-    if pose_derivative != "exact":
-        raise DecoderError(
-            f"pose_derivative: only the cameras of a VGGT have a choice, expected 'exact', got {pose_derivative!r}."
-        )
+    refuse_pose_derivative(pose_derivative)
     backbone = load_backbone(model, device=device, dtype=dtype)
     return ProbeMap(
         backbone,

@@ -24,7 +24,7 @@ from pullback.layout import TokenLayout
 from pullback.operators import FunctionLinearization
 from pullback.probes.features import Features
 from pullback.probes.probe import FEATURE_BATCH, WithImages
-from pullback.probes.vggt import SceneInputProbe, scene_input_probe
+from pullback.probes.vggt import SceneInputProbe, refuse_pose_derivative, scene_input_probe
 
 
 @dataclass(frozen=True)
@@ -146,10 +146,7 @@ def multi_layer_probe(
             output_metric=output_metric,
             pose_derivative=pose_derivative,
         )
-    if pose_derivative != "exact":
-        raise DecoderError(
-            f"pose_derivative: only the cameras of a VGGT have a choice, expected 'exact', got {pose_derivative!r}."
-        )
+    refuse_pose_derivative(pose_derivative)
     if output_metric is not None:
         raise DecoderError(
             f"output_metric: of the probes of several layers only those of a VGGT take one, expected None, got "

@@ -21,7 +21,7 @@ from pullback.data.vggt_images import load_views
 from pullback.decoders import Decoder, OutputMetric, TaskDistance, task_distance
 from pullback.decoders.camera_metric import CameraMetric
 from pullback.decoders.scene import build_scene_decoder
-from pullback.errors import PullbackError, ShapeError
+from pullback.errors import DecoderError, PullbackError, ShapeError
 from pullback.layout import TokenLayout
 from pullback.probes.features import Features
 from pullback.probes.following import AtLayer
@@ -29,6 +29,14 @@ from pullback.probes.vggt_linearization import SceneLinearization, tangent_cost
 
 FEATURE_VIEWS = 32
 """Views per forward pass when features are computed, and at least one scene."""
+
+
+def refuse_pose_derivative(choice: str) -> None:
+    """For loaders that take it for a VGGT and have another model."""
+    if choice != "exact":
+        raise DecoderError(
+            f"pose_derivative: only the cameras of a VGGT have a choice, expected 'exact', got {choice!r}."
+        )
 
 
 def no_autocast(device: torch.device) -> torch.autocast:

@@ -134,11 +134,7 @@ def decide(
     modes: Modes | None = None,
 ) -> tuple[Matching, Tensor]:
     """One stage: the matching of tokens [B, N, D], and the weights [B, N] of a merge."""
-    scores = score(tokens, context)
-    if not isinstance(scores, Tensor) or scores.shape != tokens.shape[:2]:
-        got = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
-        raise PullbackError(f"score: expected one number per token, {list(tokens.shape[:2])}, got {got}.")
-    scores = stored(scores)
+    scores = stored(scored(tokens, context, score))
     if plan.match == "none" and plan.reinsert in ("none", "frozen") and plan.select == "score":
         kept, removed = lowest(scores, count, context.prefix)
         nobody = torch.zeros_like(removed)  # nothing is merged, nothing follows
@@ -159,6 +155,15 @@ def decide(
         weights = scores.clamp_min(0).to(torch.promote_types(scores.dtype, torch.float32))
         weights = weights.nan_to_num(0.0, posinf=ENDLESS)  # one NaN would spread to the mean, and from it to all tokens
     return Matching(kept, removed, destination, merged), weights
+
+
+def scored(tokens: Tensor, context: ScoreContext, score: Score) -> Tensor:
+    """The score of tokens [B, N, D], one number each [B, N]."""
+    scores = score(tokens, context)
+    if not isinstance(scores, Tensor) or scores.shape != tokens.shape[:2]:
+        got = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+        raise PullbackError(f"score: expected one number per token, {list(tokens.shape[:2])}, got {got}.")
+    return scores
 
 
 def _destinations(tokens: Tensor, context: ScoreContext, plan: PrunePlan) -> Tensor:

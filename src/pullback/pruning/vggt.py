@@ -33,7 +33,7 @@ from pullback.pruning.context import Score, ScoreContext
 from pullback.pruning.matching import rows
 from pullback.pruning.plan import PrunePlan, as_blocks, as_shares, preset
 from pullback.pruning.reinsert import Leftover, leftover, reinserted
-from pullback.pruning.run import StageRecord, _record, _Tokens, _whole
+from pullback.pruning.run import StageRecord, _record, _Tokens, _whole, scored
 from pullback.pruning.scores import HeadScore, as_score
 from pullback.pruning.view_matching import Groups, grid_points, group_tokens, prune_within_views, strided_score
 
@@ -171,7 +171,7 @@ def decide_groups(
 ) -> tuple[Groups, Tensor]:
     """One stage: groups among the tokens [B, N, C] of all views, and the weights [B, N] of their means."""
     context = _context(model, layer, layout, _whole(tokens))
-    scores = _scored(tokens, context, score)
+    scores = _finite_scores(tokens, context, score)
     patch = layout.patch_mask().to(tokens.device)
     order = torch.cat([(~patch).nonzero().squeeze(1), patch.nonzero().squeeze(1)])
     grid = grid_points(layout, plan.ratio).to(tokens.device)
@@ -211,7 +211,7 @@ def _prune_views(model: VGGT, images: Tensor, plan: PrunePlan, scores: Sequence[
         if layer in stages:
             score, count, gate = stages[layer]
             context = _context(model, layer, layout, x)
-            known = _scored(x.values, context, score)
+            known = _finite_scores(x.values, context, score)
             after, matching = prune_within_views(x, context, plan, known, count, gate)
             records.append(_record(layer, x.positions, matching))
             leftovers.append(leftover(plan.reinsert, matching, x.values, after.values))
@@ -243,13 +243,9 @@ def _check_model(model: object) -> None:
     check_evaluation_mode(model, "model")
 
 
-def _scored(tokens: Tensor, context: ScoreContext, score: Score) -> Tensor:
+def _finite_scores(tokens: Tensor, context: ScoreContext, score: Score) -> Tensor:
     """[B, N], one finite number per token [B, N, C]."""
-    scores = score(tokens, context)
-    if scores.shape != tokens.shape[:2]:
-        raise PullbackError(
-            f"score: expected one number per token, {list(tokens.shape[:2])}, got {list(scores.shape)}."
-        )
+    scores = scored(tokens, context, score)
     if not torch.compiler.is_compiling() and not scores.isfinite().all():
         bad = int((~scores.isfinite()).sum())
         raise PullbackError(

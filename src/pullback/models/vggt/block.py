@@ -17,7 +17,7 @@ from pullback.models.vggt.rope import Rope
 
 CHUNK_TOKENS = 1 << 16
 """Tokens that a block takes at once, as far as they can be taken apart: VGGT's widest layer then has 1 GB. A quarter of
-it costs 32 views 2 % of their time on an H200 and pruned ones up to 7 %, to save a twentieth of the memory."""
+it cost 32 unpruned views 2 % of their time on an H200, to save a twentieth of the memory."""
 
 
 class Mlp(nn.Module):
