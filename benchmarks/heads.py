@@ -20,15 +20,14 @@ from measure import machine, save
 from PIL import Image
 
 import pullback as pb
-from pullback.data.augment import CROPS, STRONG
+from pullback.data.crops import CROPS, STRONG
 from pullback.data.images import EXTENSIONS
 from pullback.evaluation import spearman
 from pullback.learning.fit import FitConfig, fit
-from pullback.learning.fit_head import HeadExamples, head_scores, rho_summary
-from pullback.learning.fresh_crops import FreshCrops, FreshHeadTask
 from pullback.learning.head import HeadConfig, ImportanceHead
-from pullback.learning.stored_examples import AnyProbe
-from pullback.learning.targets import targets_of
+from pullback.learning.train_head import AnyProbe, HeadExamples, head_scores, rho_summary
+from pullback.learning.train_heads import FreshCrops, FreshHeadTask
+from pullback.targets.recipe import targets_of
 
 SIDE = 256
 

@@ -23,13 +23,13 @@ from measure import machine, random_dinov2, save
 from torch import Tensor
 
 import pullback as pb
-from pullback.data.augment import CROPS, STRONG
+from pullback.data.crops import CROPS, STRONG
 from pullback.evaluation import spearman
 from pullback.learning.fit import FitConfig, fit
-from pullback.learning.fit_head import HeadExamples, head_scores, mean_map_scores, rho_summary
-from pullback.learning.fresh_crops import FreshCrops
 from pullback.learning.head import ImportanceHead
-from pullback.learning.layer_heads import (
+from pullback.learning.train_head import HeadExamples, head_scores, mean_map_scores, rho_summary
+from pullback.learning.train_heads import (
+    FreshCrops,
     GroupConfig,
     GroupTask,
     HeadGroup,

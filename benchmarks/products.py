@@ -25,9 +25,8 @@ from measure import machine, milliseconds, random_dinov2, save
 from torch import Tensor
 
 import pullback as pb
-from pullback.operators.graphs import CapturedFunction
+from pullback.operators.execution import CapturedFunction, matmul_precision
 from pullback.operators.linearization import differentiable_attention
-from pullback.operators.precision import matmul_precision
 from pullback.probes import ProbeMap
 
 

@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 from measure import machine, save
+from recipes.measurement import mean_with_error
 from torch import Tensor
 
 import pullback as pb
-from pullback.commands.prune_subject import Subject, degradation, measure_of
 from pullback.pruning import PrunePlan, preset
-from pullback.training.measurement import mean_with_error
+from pullback.pruning.compare_subject import Subject, degradation, measure_of
 
 PRESET = "preset"
 VARIANTS: dict[str, dict[str, Any]] = {

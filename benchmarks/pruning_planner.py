@@ -18,8 +18,7 @@ from measure import machine, save
 from torch import nn
 
 import pullback as pb
-from pullback.planning import Calibration, output_degradation, plan_pruning
-from pullback.pruning.planner import Forecast
+from pullback.pruning.budget import Calibration, Forecast, output_degradation, plan_pruning
 
 CHECKED = ("flops", "milliseconds", "share_of_time", "degradation")
 

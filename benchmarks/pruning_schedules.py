@@ -21,9 +21,9 @@ from measure import machine, save
 from torch import Tensor
 
 import pullback as pb
-from pullback.commands.prune_subject import Subject, degradation, measure_of
 from pullback.evaluation.cost import flops
 from pullback.pruning import PrunePlan, ScoreContext, preset
+from pullback.pruning.compare_subject import Subject, degradation, measure_of
 
 SCHEDULES = ((4,), (4, 8), (1, 4, 7, 10))
 

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 import pullback as pb
 from pullback.backbones.attention import attend
-from pullback.pruning.context import ScoreContext
-from pullback.pruning.run import _after, _whole, decide
+from pullback.pruning.forward import _after, _whole, decide
+from pullback.pruning.scores import ScoreContext
 
 # name -> (stages, share of the patches removed at each)
 HALF, QUARTER = "half after block 3", "a quarter left after block 3"

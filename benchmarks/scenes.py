@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from measure import machine, save
 
-from pullback.data.scenes import render
+from pullback.scenes.render import render
 
 
 def main() -> None:
@@ -31,7 +31,7 @@ def main() -> None:
     seconds = [_seconds(arguments, device, turn) for turn in range(arguments.rounds + 1)][1:]  # the first warms up
     images = arguments.batch * arguments.views
     content = {
-        "what": "pullback.data.scenes.render",
+        "what": "pullback.scenes.render.render",
         "batch": arguments.batch,
         "views": arguments.views,
         "size": arguments.size,

@@ -17,17 +17,18 @@ import torch
 from measure import machine, save
 
 import pullback as pb
-from pullback.learning.compute_targets import compute_table
 from pullback.learning.fit import FitConfig
-from pullback.learning.fit_spn import (
+from pullback.learning.spn import SpectralPullbackNetwork
+from pullback.learning.train_spn import (
     comparison_row,
     constant_network,
     constant_subspace,
     example_scores,
+    held_out_modes,
     natural_sensitivity_ratio,
+    train_spn,
 )
-from pullback.learning.spn import SpectralPullbackNetwork
-from pullback.learning.train_spn import held_out_modes, train_spn
+from pullback.targets.compute import compute_table
 
 RUNS = {
     "RandNLA q=1": {"supervision": "randnla", "power_iters": 1},

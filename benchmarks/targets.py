@@ -30,11 +30,11 @@ from torch import Tensor
 
 import pullback as pb
 from pullback.data import open_source, read_crop
-from pullback.learning.shards import Shard
-from pullback.learning.store import StoreWriter
-from pullback.learning.targets import Targets, targets_of
 from pullback.operators.linearization import differentiable_attention
 from pullback.probes import ProbeMap
+from pullback.targets.recipe import Targets, targets_of
+from pullback.targets.shards import Shard
+from pullback.targets.store import StoreWriter
 
 RANK = 20
 CASES = {"cpu": ["small:10"], "cuda": ["base:10", "base:2", "small:10", "small:6", "small:3"]}

@@ -6,7 +6,7 @@
 
 Rules: our choice (score^0.5 times distance to the nearest token of higher score) with a random score, the norm and,
 with --importance, the sketched importance of cameras and depth; and strided cosine merging. Scopes are those of
-`pullback.pruning.vggt`: "global" merges around global attention alone, across views; "view" removes tokens of each view
+`pullback.vggt.pruning`: "global" merges around global attention alone, across views; "view" removes tokens of each view
 from all later blocks. Changes are against the unpruned model: per scene the median angle over pairs of views and the
 mean relative change of depth, then mean and standard error over scenes; "more than strided" is the paired difference.
 With trained weights also the errors against the truth. Memory is what one call needs beside weights and images.
@@ -23,18 +23,18 @@ from typing import Any
 
 import torch
 from measure import LAYER_SCALE, machine, milliseconds, peak_gigabytes, random_vggt, save
+from recipes.evaluate_tiny_scenes import QUERIES
+from recipes.evaluate_tiny_views import dense_errors, load_network
+from recipes.measurement import mean_with_error
+from recipes.tiny_views_examples import Truth, Views
 from torch import Tensor
 
 import pullback as pb
-from pullback.data.scenes import render
 from pullback.evaluation.poses import pose_errors
-from pullback.models.vggt.model import CHUNK_VIEWS
-from pullback.models.vggt.pose import decode_pose
-from pullback.pruning.vggt import STRIDED, Scope, prune_views
-from pullback.training.evaluate_tiny_scenes import QUERIES
-from pullback.training.evaluate_tiny_views import dense_errors, load_network
-from pullback.training.measurement import mean_with_error
-from pullback.training.tiny_views_examples import Truth, Views
+from pullback.scenes.render import render
+from pullback.vggt.network.model import CHUNK_VIEWS
+from pullback.vggt.network.pose import decode_pose
+from pullback.vggt.pruning import STRIDED, Scope, prune_views
 
 SMALL: dict[str, Any] = dict(
     img_size=56,

@@ -16,14 +16,14 @@ from typing import Any
 
 import torch
 from measure import machine, save
+from recipes.evaluate_tiny_scenes import QUERIES
+from recipes.evaluate_tiny_views import load_network
+from recipes.tiny_views_examples import Views
 from torch import Tensor
 from vggt_pruning import changes, joined, summary
 
-from pullback.data.scenes import render
-from pullback.pruning.vggt import STRIDED, PrunedVGGT, view_plan
-from pullback.training.evaluate_tiny_scenes import QUERIES
-from pullback.training.evaluate_tiny_views import load_network
-from pullback.training.tiny_views_examples import Views
+from pullback.scenes.render import render
+from pullback.vggt.pruning import STRIDED, PrunedVGGT, view_plan
 
 FIRST = QUERIES + 5000  # behind the scenes of every table
 PRESET = "preset"

@@ -17,16 +17,16 @@ from typing import Any
 
 import torch
 from measure import machine, save
+from recipes.evaluate_tiny_scenes import HELD_OUT
 from torch import Tensor
 
 import pullback as pb
-from pullback.data.scenes import SceneBatch, render
-from pullback.decoders.scene import build_scene_decoder
 from pullback.evaluation import spearman
 from pullback.operators import JacobianOperator
-from pullback.probes.vggt import SceneInputProbe, SceneProbe
 from pullback.randnla import effective_rank_from_spectrum
-from pullback.training.evaluate_tiny_scenes import HELD_OUT
+from pullback.scenes.render import SceneBatch, render
+from pullback.vggt.decoders import build_scene_decoder
+from pullback.vggt.probes import SceneInputProbe, SceneProbe
 
 PLASTIC = 1.32471795724474602596
 QUATERNION, FOV = slice(3, 7), slice(7, 9)

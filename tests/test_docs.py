@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pullback.data.scenes import render
-from pullback.demo import write_pictures
+from pullback.experiments.demo import write_pictures
+from pullback.scenes.render import render
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pullback.models.vggt import block
-from pullback.pruning.view_matching import CHUNK_NUMBERS, nearest
+from pullback.vggt.matching import CHUNK_NUMBERS, nearest
+from pullback.vggt.network import block
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from families import random_normal
+from helpers.families import random_normal
 from pullback.backbones.attention import attend
 
 

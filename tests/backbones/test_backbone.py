@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from families import SMALL_MODELS, images_for, model_of
+from helpers.families import SMALL_MODELS, images_for, model_of
 from pullback.backbones import list_models, load_backbone
 from pullback.backbones.embedded import EMBEDDED
 from pullback.backbones.registry import FAMILIES, family_of
-from pullback.backbones.vggt import is_vggt
 from pullback.errors import ImageError, ModelError, ShapeError
-from pullback.layout import TokenLayout
+from pullback.tokens import TokenLayout
+from pullback.vggt.backbone import is_vggt
 
 PREFIX = {"dinov2": 1, "dinov2-registers": 3, "dinov3": 3, "clip": 1, "siglip": 0, "vit": 1, "deit": 2}
 

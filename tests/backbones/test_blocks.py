@@ -5,10 +5,10 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from families import SMALL_MODELS, model_of, random_normal
+from helpers.families import SMALL_MODELS, model_of, random_normal
 from pullback.backbones import Block, LinearizedBlock, Rope, linearized_attention, load_backbone
 from pullback.errors import ShapeError
-from pullback.layout import TokenLayout
+from pullback.tokens import TokenLayout
 
 GRID = (2, 3)
 KEPT = torch.tensor([[0, 2, 3, 5], [4, 1, 0, 3]])  # two samples keep different tokens, in different orders

@@ -8,11 +8,11 @@ import transformers as tf
 from safetensors.torch import load_file, save_file
 
 import pullback as pb
-from families import GRIDS, SMALL_MODELS, images_for, model_of, randomized, save
+from helpers.families import GRIDS, SMALL_MODELS, images_for, model_of, randomized, save
 from pullback.backbones import load_backbone, resolve_device
 from pullback.backbones.embedded import EMBEDDED
-from pullback.backbones.vggt import is_vggt
 from pullback.errors import DecoderError, ModelError
+from pullback.vggt.backbone import is_vggt
 
 ON_CPU = dict(device="cpu", dtype=torch.float64)
 

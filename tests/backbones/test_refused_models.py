@@ -9,9 +9,9 @@ import transformers as tf
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 
-from families import model_of
+from helpers.families import model_of
 from pullback.backbones import load_backbone
-from pullback.backbones.checkpoint import fetched_file, known_file
+from pullback.backbones.loading import fetched_file, known_file
 from pullback.errors import ModelError
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pullback.data.augment import CROPS, STRONG, Variation, varied
+from pullback.data.crops import CROPS, STRONG, Variation, varied
 from pullback.errors import PullbackError
 
 

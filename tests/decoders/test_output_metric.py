@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import pullback as pb
-from families import images_for, model_of, random_normal
+from helpers.families import images_for, model_of, random_normal
 from pullback.decoders import factor_at
 from pullback.errors import DecoderError
 from pullback.operators import JacobianOperator

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import pullback as pb
-from families import SMALL_MODELS, images_for, model_of, random_normal, randomized
+from helpers.families import SMALL_MODELS, images_for, model_of, random_normal, randomized
 from pullback.backbones import load_backbone
 from pullback.backbones.registry import FAMILIES
 from pullback.decoders import Decoder, PatchGrid, build_decoder

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 import pullback as pb
-from families import images_for, model_of, random_normal, randomized
+from helpers.families import images_for, model_of, random_normal, randomized
 from pullback.decoders import SaliencyHead
 from pullback.errors import DecoderError, ModelError
 from pullback.operators import JacobianOperator

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 
 import pullback as pb
-from families import images_for, model_of, random_normal
+from helpers.families import images_for, model_of, random_normal
 from pullback.decoders import DISTANCES, task_distance
-from pullback.decoders.task_distance import LOG_FLOOR
+from pullback.decoders.distances import LOG_FLOOR
 from pullback.errors import DecoderError
 from pullback.operators import JacobianOperator
 

@@ -9,11 +9,11 @@ from typer import Typer
 from typer.testing import CliRunner
 
 import pullback as pb
+from helpers.vggt_models import scenes, tiny
 from pullback.errors import ImageError, PullbackError
 from pullback.experiments import camera_metric as module
 from pullback.experiments.camera_metric import compare_metrics, find_scenes, pruning_agreement, table
 from pullback.operators import JacobianOperator
-from vggt_models import scenes, tiny
 
 
 @pytest.fixture(scope="module")

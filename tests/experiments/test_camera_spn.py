@@ -8,21 +8,21 @@ import torch
 from typer import Typer
 from typer.testing import CliRunner
 
+from helpers.vggt_models import tiny
 from pullback.errors import DecoderError, PullbackError, RankError
 from pullback.experiments import camera_spn as module
-from pullback.experiments.camera_networks import (
+from pullback.experiments.camera_spn import (
     CONSTANT,
     UNTRAINED,
     CameraSpn,
     Settings,
     camera_probe,
     rank_of,
+    run,
     supervision_of,
 )
-from pullback.experiments.camera_spn import run
-from pullback.learning.fit_spn import example_scores
+from pullback.learning.train_spn import example_scores
 from pullback.operators import JacobianOperator, LowRankMetric
-from vggt_models import tiny
 
 TOY = Settings(
     decoder="camera-1", layer=1, size=28, train_scenes=6, held_out=3, rank=5, width=16, steps=8, batch=2, seed=0

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from pullback.backbones.vggt import load_scene_backbone
-from pullback.experiments.camera_networks import CONSTANT
+from pullback.experiments.camera_spn import CONSTANT
 from pullback.experiments.scene_taxonomy import COLUMNS, _stated
-from pullback.learning.provenance import weights_hash
+from pullback.targets.store import weights_hash
+from pullback.vggt.backbone import load_scene_backbone
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"

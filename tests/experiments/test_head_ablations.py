@@ -11,15 +11,14 @@ import typer
 from typer.testing import CliRunner
 
 import pullback as pb
-from learning.pictures import SMALL, write_pictures
+from helpers.pictures import SMALL, write_pictures
 from pullback.errors import ModelError, PullbackError
 from pullback.experiments import head_ablations as module
 from pullback.experiments.head_ablations import ABLATIONS, PAPER, first_images, read_rows, run_ablation
-from pullback.learning.compute_targets import compute_targets
-from pullback.learning.fit_head import HeadExamples
 from pullback.learning.head import ImportanceHead
-from pullback.learning.store import TargetStore
-from pullback.learning.stored_examples import StoredRows
+from pullback.learning.train_head import HeadExamples, StoredRows
+from pullback.targets.compute import compute_targets
+from pullback.targets.store import TargetStore
 
 pytest.importorskip("pyarrow", reason="pyarrow is not installed (the extra pullback[targets])")
 
@@ -27,7 +26,7 @@ pytest.importorskip("pyarrow", reason="pyarrow is not installed (the extra pullb
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
     """model/, train/ (2 crops of 9 pictures) and held-out/ (3 others)."""
-    from families import model_of, save
+    from helpers.families import model_of, save
 
     folder = tmp_path_factory.mktemp("place")
     save(model_of("dinov2"), folder / "model")

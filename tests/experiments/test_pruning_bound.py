@@ -6,18 +6,18 @@ from dataclasses import replace
 
 import pytest
 import torch
+from recipes.evaluate_tiny_scenes import QUERIES
 from torch import Tensor
 from typer import Typer
 from typer.testing import CliRunner
 
-from families import images_for, model_of, save
+from helpers.families import images_for, model_of, save
 from pullback.errors import PullbackError
 from pullback.experiments import pruning_bound as module
 from pullback.experiments.pruning_bound import MEASURED, Measured, bound_rows, once, plan_for, read_pictures, table
-from pullback.geometry.token_scores import exact_importance, exact_modes
+from pullback.geometry.scores import exact_importance, exact_modes
 from pullback.probes import load_probe
 from pullback.pruning import run_pruned
-from pullback.training.evaluate_tiny_scenes import QUERIES
 
 GRID = (2, 3)
 
@@ -121,7 +121,7 @@ def test_the_table_holds_means_over_images():
 
 
 def test_the_command_writes_rows_and_prints_the_table(tmp_path):
-    from learning.pictures import write_pictures
+    from helpers.pictures import write_pictures
 
     save(model_of("depth-v2"), tmp_path / "model")
     write_pictures(tmp_path / "photos", 3)

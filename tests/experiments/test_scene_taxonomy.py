@@ -4,11 +4,12 @@ import json
 
 import pytest
 import torch
+from recipes.evaluate_tiny_scenes import HELD_OUT
 from typer import Typer
 from typer.testing import CliRunner
 
 import pullback as pb
-from pullback.backbones.vggt import load_scene_backbone
+from helpers.vggt_models import tiny
 from pullback.errors import PullbackError
 from pullback.experiments import scene_taxonomy as module
 from pullback.experiments.scene_taxonomy import (
@@ -23,8 +24,7 @@ from pullback.experiments.scene_taxonomy import (
     taxonomy_rows,
 )
 from pullback.operators import JacobianOperator
-from pullback.training.evaluate_tiny_scenes import HELD_OUT
-from vggt_models import tiny
+from pullback.vggt.backbone import load_scene_backbone
 
 SIZE, VIEWS = 28, 2
 CPU = torch.device("cpu")

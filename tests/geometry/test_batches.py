@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import pullback as pb
-from geometry.truth import FunctionProbe, random_images, seeded, with_singular_values
+from helpers.truth import FunctionProbe, random_images, seeded, with_singular_values
 from pullback.errors import DecoderError, NumericsError
 from pullback.geometry import batches
-from pullback.layout import TokenLayout
+from pullback.tokens import TokenLayout
 
 RANK = 3
 MESSAGES = {

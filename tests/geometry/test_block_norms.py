@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from geometry.truth import normal
+from helpers.spectra import copies, exponential, matrix, power_law, rank_bounded
+from helpers.truth import normal
 from pullback.errors import PullbackError, ShapeError
 from pullback.geometry import block_norms, exact_block_norms
 from pullback.operators import DenseOperator
 from pullback.randnla import Streams, block_krylov, exact_svd, krylov_outputs, power_iteration, pulled_outputs
-from randnla.spectra import copies, exponential, matrix, power_law, rank_bounded
 
 TOKENS, WIDTH, RANK = 12, 20, 6
 COLS = TOKENS * WIDTH

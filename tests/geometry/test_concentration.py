@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from geometry.truth import normal
+from helpers.truth import normal
 from pullback.geometry import coefficient_of_variation, null_cv
-from pullback.geometry.regimes import looks_random
+from pullback.geometry.diagnosis import looks_random
 
 
 def test_cv_by_hand():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import pullback as pb
-from geometry.truth import FunctionProbe, load_seeded, normal, random_images, seeded, truth_of, with_singular_values
+from helpers.truth import FunctionProbe, load_seeded, normal, random_images, seeded, truth_of, with_singular_values
 from pullback.errors import DecoderError, ImageError, NumericsError, RankError
 from pullback.geometry import null_cv
 from pullback.operators import JacobianOperator

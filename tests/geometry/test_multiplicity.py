@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 import pullback as pb
-from families import seeded_vit
-from geometry.truth import FunctionProbe, normal, random_images, truth_of
+from helpers.families import seeded_vit
+from helpers.truth import FunctionProbe, normal, random_images, truth_of
 from pullback.errors import DecoderError, ImageError, PullbackError
 
 TOKENS, WIDTH, OUTPUTS = 4, 3, 12

@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 import pytest
 
 from pullback.geometry import Thresholds, classify
-from pullback.geometry.regimes import THRESHOLDS, looks_random
+from pullback.geometry.diagnosis import THRESHOLDS, looks_random
 
 RANK = 20
 DEPTH, CLS = 50_000, 768  # output sizes, all far below N*D

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import pullback as pb
-from geometry.truth import FunctionProbe, load_seeded, normal, random_images, seeded, truth_of, with_singular_values
+from helpers.truth import FunctionProbe, load_seeded, normal, random_images, seeded, truth_of, with_singular_values
 from pullback.errors import ImageError, PullbackError, RankError
 from pullback.geometry import Spectrum
 

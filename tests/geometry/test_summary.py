@@ -4,7 +4,7 @@ import statistics
 
 import pytest
 
-from pullback.geometry.summary import summarize
+from pullback.geometry.diagnosis import summarize
 
 
 def test_mean_and_spread_by_hand():

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from learning.toys import head_task, normal, tiny_head
+from helpers.toys import head_task, normal, tiny_head
 from pullback.errors import PullbackError
 from pullback.learning.fit import FitConfig, Fitted, Share, fit
 from pullback.learning.head import ImportanceHead

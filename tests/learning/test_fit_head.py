@@ -7,11 +7,11 @@ import pytest
 import torch
 from scipy.stats import spearmanr
 
-from learning.toys import DIM, RANK, TOKENS, head_task, normal, rule, seeded, tiny_head, tiny_spn
+from helpers.toys import DIM, RANK, TOKENS, head_task, normal, rule, seeded, tiny_head, tiny_spn
 from pullback.errors import ModelError, PullbackError, ShapeError
 from pullback.learning.fit import FitConfig, Share, fit
-from pullback.learning.fit_head import HeadExamples, HeadTask, distilled_examples, head_scores, mean_map_scores
 from pullback.learning.losses import conformal_loss
+from pullback.learning.train_head import HeadExamples, HeadTask, distilled_examples, head_scores, mean_map_scores
 
 
 def random_examples(images: int = 7, tokens: int = TOKENS, seed: int = 0, prefix: int = 1) -> HeadExamples:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from learning import fit_in_processes
+from helpers import fit_in_processes
 
 SCRIPT = Path(fit_in_processes.__file__)
 TESTS = SCRIPT.parents[1]

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from learning.toys import (
+from helpers.toys import (
     DIM,
     RANK,
     TOKENS,
@@ -23,10 +23,10 @@ from learning.toys import (
     with_singular_values,
 )
 from pullback.errors import PullbackError, RankError
-from pullback.layout import TokenLayout
 from pullback.learning.fit import FitConfig, Share, fit
-from pullback.learning.fit_spn import (
+from pullback.learning.train_spn import (
     ExampleScores,
+    RandNLA,
     SpnExamples,
     SpnTask,
     comparison_row,
@@ -38,8 +38,8 @@ from pullback.learning.fit_spn import (
     patch_alignment,
     spn_scores,
 )
-from pullback.learning.supervision import RandNLA
 from pullback.operators import LowRankMetric
+from pullback.tokens import TokenLayout
 
 IMAGES = 5
 

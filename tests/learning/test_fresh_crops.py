@@ -5,14 +5,14 @@ import copy
 import pytest
 import torch
 
-from families import seeded_vit
+from helpers.families import seeded_vit
 from pullback import load_probe
 from pullback.errors import PullbackError
 from pullback.evaluation import spearman
 from pullback.learning.fit import FitConfig, fit
-from pullback.learning.fresh_crops import FreshCrops, FreshHeadTask
 from pullback.learning.head import ImportanceHead
-from pullback.learning.targets import targets_of
+from pullback.learning.train_heads import FreshCrops, FreshHeadTask
+from pullback.targets.recipe import targets_of
 
 PICTURES = torch.randint(0, 256, (6, 3, 64, 64), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 

@@ -7,12 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from learning.pictures import SIZE, SMALL, encoded, small_probe, write_pictures
+from helpers.pictures import SIZE, SMALL, encoded, small_probe, write_pictures
 from pullback.data.images import PixelFormat
 from pullback.errors import ImageError, PullbackError
-from pullback.learning.compute_targets import compute_table, compute_targets
-from pullback.learning.store import TargetStore
-from pullback.learning.stored_examples import (
+from pullback.learning.train_head import (
     StoredRows,
     feature_reader,
     fingerprint,
@@ -23,8 +21,10 @@ from pullback.learning.stored_examples import (
     split_by_image,
     subset,
 )
-from pullback.learning.table import TargetTable
-from pullback.learning.targets import targets_of
+from pullback.targets.compute import compute_table, compute_targets
+from pullback.targets.recipe import targets_of
+from pullback.targets.store import TargetStore
+from pullback.targets.table import TargetTable
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def test_plain_images_are_what_the_probe_reads(photos):
 
 def test_features_carry_the_layers_that_a_decoder_reads_below_the_probe(photos):
     import pullback as pb
-    from families import model_of
+    from helpers.families import model_of
 
     probe = pb.load_probe(model_of("depth-v2"), "depth-2x2", 2)
     reader = feature_reader(probe, readable_rows(photos, probe.pixel_format(28)), probe.pixel_format(28))

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import pullback as pb
-from families import DOWNSAMPLED, images_for, model_of
-from learning.toys import (
+from helpers.families import DOWNSAMPLED, images_for, model_of
+from helpers.toys import (
     DIM,
     RANK,
     TOKENS,
@@ -25,8 +25,7 @@ from learning.toys import (
 )
 from pullback.errors import DecoderError, NumericsError, PullbackError
 from pullback.learning.fit import FitConfig, fit
-from pullback.learning.fit_spn import SpnTask
-from pullback.learning.supervision import DistanceMatching, RandNLA, RandomDirections, Spectral
+from pullback.learning.train_spn import DistanceMatching, RandNLA, RandomDirections, Spectral, SpnTask
 from pullback.operators import LowRankMetric
 from pullback.randnla import Streams
 

@@ -9,17 +9,15 @@ import pytest
 import torch
 
 import pullback as pb
-from learning.pictures import SIZE, SMALL, write_pictures
-from learning.toys import tiny_head
+from helpers.pictures import SIZE, SMALL, write_pictures
+from helpers.toys import tiny_head
 from pullback.errors import ImageError, ModelError, PullbackError
-from pullback.learning.compute_targets import compute_targets
 from pullback.learning.fit import FitConfig
 from pullback.learning.head import ImportanceHead
-from pullback.learning.provenance import weights_hash
-from pullback.learning.store import TargetStore
-from pullback.learning.stored_examples import StoredRows
-from pullback.learning.train_head import new_head, train_head
+from pullback.learning.train_head import StoredRows, new_head, train_head
 from pullback.probes import ProbeMap
+from pullback.targets.compute import compute_targets
+from pullback.targets.store import TargetStore, weights_hash
 
 pytest.importorskip("pyarrow", reason="pyarrow is not installed (the extra pullback[targets])")
 CONFIG = FitConfig(steps=40, batch=16, warmup=5, validate_every=10, learning_rate=1e-2, ema=0.9)
@@ -30,7 +28,7 @@ HEAD = {"width": 32, "heads": 2}
 @pytest.fixture(scope="module")
 def probe(tmp_path_factory) -> ProbeMap:
     """In float32 from a folder, as users have it."""
-    from families import model_of, save
+    from helpers.families import model_of, save
 
     folder = tmp_path_factory.mktemp("model")
     save(model_of("dinov2"), folder)
@@ -94,7 +92,7 @@ def test_the_head_learns_and_its_scores_are_in_its_config(probe, stores, tmp_pat
 
 
 def test_the_scores_are_those_of_the_head_on_the_held_out_store(probe, stores):
-    from pullback.learning.fit_head import head_scores
+    from pullback.learning.train_head import head_scores
 
     head = ImportanceHead.fit(stores["train"], probe, held_out=stores["held out"], config=SHORT, **HEAD)
     examples = StoredRows.of(probe, stores["held out"]).examples()
@@ -223,7 +221,7 @@ def test_a_store_of_another_layer_is_refused(probe, stores):
 
 
 def test_a_store_of_other_weights_or_another_decoder_is_refused(probe, stores):
-    from families import SMALL_MODELS, randomized
+    from helpers.families import SMALL_MODELS, randomized
 
     other = pb.load_probe(randomized(SMALL_MODELS["dinov2"].make(), seed=1).float(), "mean", 1)
     message = r"\(weights: '\w+' there, '\w+' here; decoder: 'cls' there, 'mean' here\). Load the one it was made for"
@@ -235,7 +233,7 @@ def test_a_store_of_other_weights_or_another_decoder_is_refused(probe, stores):
 
 
 def test_a_multi_layer_store_from_before_the_norm_is_refused_after_it(stores, photos, tmp_path):
-    from families import model_of
+    from helpers.families import model_of
 
     before, after = (pb.multi_layer_probe(model_of("depth-v2"), "depth-2x2", after_norm=norm) for norm in (False, True))
     store = compute_targets(before, photos, out=tmp_path / "store", rank=2, size=28)

@@ -8,15 +8,24 @@ import pytest
 import torch
 
 import pullback as pb
-from learning.pictures import SIZE, small_probe, write_pictures
+from helpers.pictures import SIZE, small_probe, write_pictures
 from pullback.errors import ImageError, ModelError, PullbackError
 from pullback.learning.fit import FitConfig
-from pullback.learning.fit_spn import constant_scores, constant_subspace
-from pullback.learning.provenance import weights_hash
 from pullback.learning.spn import SpectralPullbackNetwork
-from pullback.learning.supervision import DistanceMatching, RandNLA, RandomDirections, Spectral
-from pullback.learning.targets import targets_of
-from pullback.learning.train_spn import SUPERVISIONS, held_out_modes, supervision_of, train_spn
+from pullback.learning.train_spn import (
+    SUPERVISIONS,
+    DistanceMatching,
+    RandNLA,
+    RandomDirections,
+    Spectral,
+    constant_scores,
+    constant_subspace,
+    held_out_modes,
+    supervision_of,
+    train_spn,
+)
+from pullback.targets.recipe import targets_of
+from pullback.targets.store import weights_hash
 
 CONFIG = FitConfig(steps=60, batch=8, warmup=5, validate_every=20, learning_rate=1e-2, ema=0.9)
 SHORT = replace(CONFIG, steps=4, batch=4, validate_every=2)
@@ -44,7 +53,7 @@ def trained(photos: Path, others: Path, probe=None, **options) -> SpectralPullba
 
 
 def depth_probe(layer: int = 2):
-    from families import model_of
+    from helpers.families import model_of
 
     return pb.load_probe(model_of("depth-v2"), "depth-2x2", layer)
 
@@ -87,7 +96,7 @@ def test_a_dense_decoder_that_reads_layers_below_trains_too(photos, others):
 
 
 def test_the_layers_of_a_dense_decoder_side_by_side_train_too(photos, others):
-    from families import model_of
+    from helpers.families import model_of
 
     network = trained(photos, others, pb.multi_layer_probe(model_of("depth-v2"), "depth-2x2"), size=28)
     assert network.config.dim == 4 * 24 and network.config.origin.layer is None

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import pullback as pb
-from families import images_for, model_of
+from helpers.families import images_for, model_of
 from pullback.errors import NumericsError, PullbackError
-from pullback.operators.graphs import CapturedFunction
+from pullback.operators.execution import CapturedFunction
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from families import random_normal, randomized
+from helpers.families import random_normal, randomized
 from pullback.errors import DecoderError, NumericsError, PullbackError, ShapeError
 from pullback.operators import JacobianOperator, check_sensitive, differentiable_attention
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import pullback as pb
-from families import images_for, model_of, random_normal
+from helpers.families import images_for, model_of, random_normal
 from pullback.errors import ShapeError
 from pullback.operators import DenseOperator, JacobianOperator, LinearOperator, ProductCount, Transposed
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from families import random_normal
+from helpers.families import random_normal
 from pullback.errors import PullbackError, ShapeError
 from pullback.operators import LowRankMetric
 

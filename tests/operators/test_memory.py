@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from families import random_normal
+from helpers.families import random_normal
 from pullback.operators import FunctionLinearization, JacobianOperator
-from pullback.operators.memory import apply_in_chunks, free_bytes, is_out_of_memory, tangents_that_fit
+from pullback.operators.execution import apply_in_chunks, free_bytes, is_out_of_memory, tangents_that_fit
 
 ERRORS = {
     "cuda": torch.OutOfMemoryError("CUDA out of memory."),

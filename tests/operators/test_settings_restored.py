@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import pullback as pb
-from families import images_for, model_of, random_normal
+from helpers.families import images_for, model_of, random_normal
 from pullback.operators import JacobianOperator
-from pullback.operators.precision import matmul_precision
+from pullback.operators.execution import matmul_precision
 
 
 def attention_backends() -> dict[str, bool]:

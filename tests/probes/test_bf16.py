@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import pullback as pb
-from families import DOWNSAMPLED, images_for, model_of, random_normal
+from helpers.families import DOWNSAMPLED, images_for, model_of, random_normal
 from pullback.operators import JacobianOperator
 
 CASES = [

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import pullback as pb
-from families import images_for, model_of, random_normal
+from helpers.families import images_for, model_of, random_normal
 from pullback.errors import ShapeError
-from pullback.layout import TokenLayout
 from pullback.probes import Features
+from pullback.tokens import TokenLayout
 
 
 @pytest.fixture

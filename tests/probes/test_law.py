@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import pullback as pb
-from families import DOWNSAMPLED, FROM_FOLDER, GRIDS, SMALL_MODELS, images_for, model_of
+from helpers.families import DOWNSAMPLED, FROM_FOLDER, GRIDS, SMALL_MODELS, images_for, model_of
 from pullback.backbones.embedded import EMBEDDED
 from pullback.backbones.registry import FAMILIES
-from pullback.backbones.vggt import is_vggt
+from pullback.vggt.backbone import is_vggt
 
 LAW = dict(rtol=1e-9, atol=1e-9)
 

@@ -8,15 +8,15 @@ from PIL import Image
 from torch import nn
 
 import pullback as pb
-from families import images_for, model_of, random_normal
+from helpers.families import images_for, model_of, random_normal
 from pullback.backbones import Preprocessing
 from pullback.data.images import IMAGENET_MEAN as MEAN
 from pullback.data.images import IMAGENET_STD as STD
 from pullback.data.images import read_images
-from pullback.data.scenes import render
-from pullback.demo import write_pictures
 from pullback.errors import DecoderError, ImageError, ModelError, NumericsError, ShapeError
+from pullback.experiments.demo import write_pictures
 from pullback.operators import JacobianOperator, check_sensitive
+from pullback.scenes.render import render
 
 
 def test_the_last_layer_but_one_is_probed_by_default():

@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import pullback as pb
 import pullback.probes.probe as probe_module
-from families import DOWNSAMPLED, SMALL_MODELS, images_for, model_of, random_normal
+from helpers.families import DOWNSAMPLED, SMALL_MODELS, images_for, model_of, random_normal
 from pullback.backbones import LinearizedBlock
 from pullback.operators import JacobianOperator, ProductCount
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import pullback as pb
-from families import DOWNSAMPLED, images_for, model_of, random_normal
+from helpers.families import DOWNSAMPLED, images_for, model_of, random_normal
 from pullback.decoders import Decoder
 from pullback.errors import DecoderError, ShapeError
 from pullback.operators import JacobianOperator

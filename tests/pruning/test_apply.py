@@ -7,14 +7,14 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import pullback as pb
-from families import GRIDS, SMALL_MODELS, images_for, model_of
+from helpers.families import GRIDS, SMALL_MODELS, images_for, model_of
 from pullback.backbones import load_backbone
-from pullback.data.scenes import normalised, render
+from pullback.backbones.outputs import ASSEMBLE
 from pullback.errors import ModelError, PullbackError
 from pullback.learning.head import ImportanceHead
 from pullback.models.dinov2 import Dinov2, Dinov2Config
 from pullback.pruning import matching
-from pullback.pruning.outputs import ASSEMBLE
+from pullback.scenes.render import normalised, render
 
 MODELS = [name for name, small in SMALL_MODELS.items() if small.family in ASSEMBLE]
 ANY_SIZE = {"clip", "clip-gelu", "vit", "deit"}  # their own forward wants to be asked for other sizes

@@ -10,10 +10,10 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import pullback as pb
-from families import SMALL_MODELS, images_for, model_of
+from helpers.families import SMALL_MODELS, images_for, model_of
+from pullback.backbones.outputs import ASSEMBLE
 from pullback.errors import ImageError, ModelError, PullbackError, ShapeError
 from pullback.models.dinov2 import Dinov2, Dinov2Config
-from pullback.pruning.outputs import ASSEMBLE
 
 MODELS = [name for name, small in SMALL_MODELS.items() if small.family in ASSEMBLE]
 FIXED_SIZE = {"clip", "clip-gelu", "vit", "deit"}

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import pullback as pb
-from families import images_for, model_of
+from helpers.families import images_for, model_of
 from pullback.errors import PullbackError
 from pullback.learning.head import ImportanceHead
 from pullback.pruning.export import embedding_of

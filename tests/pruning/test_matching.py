@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 
-from families import random_normal
+from helpers.families import random_normal
 from pullback.pruning import matching
 from pullback.pruning.matching import (
     Matching,

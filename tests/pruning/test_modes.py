@@ -4,13 +4,13 @@ import pytest
 import torch
 
 import pullback as pb
-from families import images_for, model_of
+from helpers.families import images_for, model_of
 from pullback.backbones import load_backbone
 from pullback.errors import ModelError, PullbackError
-from pullback.geometry.token_scores import metric_importance, metric_modes
+from pullback.geometry.scores import metric_importance, metric_modes
 from pullback.learning.head import ImportanceHead
-from pullback.learning.origin import Origin
 from pullback.pruning import preset, run_pruned
+from pullback.targets.origin import Origin
 
 
 @pytest.fixture(scope="module")

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from pullback.errors import PullbackError
-from pullback.pruning.plan import PrunePlan, preset
-from pullback.pruning.planner import (
+from pullback.pruning.budget import (
     RATIOS,
     best_within_cost,
     cheapest_within_degradation,
     stage_choices,
 )
+from pullback.pruning.plan import PrunePlan, preset
 
 
 @dataclass

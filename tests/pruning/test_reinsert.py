@@ -2,9 +2,8 @@
 
 import torch
 
-from families import random_normal
-from pullback.pruning.matching import Matching
-from pullback.pruning.reinsert import leftover, reinserted
+from helpers.families import random_normal
+from pullback.pruning.matching import Matching, leftover, reinserted
 
 FIRST = Matching(
     kept=torch.tensor([[0, 2, 3, 4]]),

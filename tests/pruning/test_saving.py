@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import pullback as pb
-from families import images_for, model_of
+from helpers.families import images_for, model_of
 from pullback.errors import ModelError
 from pullback.learning.head import ImportanceHead
 from pullback.models.dinov2 import Dinov2, Dinov2Config

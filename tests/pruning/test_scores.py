@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from families import images_for, model_of, random_normal, seeded_vit
+from helpers.families import images_for, model_of, random_normal, seeded_vit
 from pullback.backbones import load_backbone
 from pullback.errors import ModelError, PullbackError
-from pullback.layout import TokenLayout
 from pullback.pruning import SCORES, ScoreContext, as_score, run_pruned
 from pullback.pruning.plan import PrunePlan
 from pullback.pruning.scores import NEVER, HeadScore, alternate, strided
+from pullback.tokens import TokenLayout
 
 
 def context_of(backbone, images, layer=1, **changes):

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from helpers.spectra import exponential, matrix, nearly_flat, power_law, rank_bounded
 from pullback.operators import DenseOperator
 from pullback.randnla import Streams, effective_rank_from_spectrum, sketch
-from randnla.spectra import exponential, matrix, nearly_flat, power_law, rank_bounded
 
 SPECTRA = [power_law(60, 1.0), exponential(60, 5.0), nearly_flat(60), torch.ones(60).double(), rank_bounded(60, 12)]
 

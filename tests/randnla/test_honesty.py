@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from helpers.spectra import copies, exponential, matrix, nearly_flat, power_law, rank_bounded
 from pullback.randnla import Estimate, Streams, effective_rank_from_spectrum, sketch
-from randnla.spectra import copies, exponential, matrix, nearly_flat, power_law, rank_bounded
 
 REPETITIONS = 100
 # name: singular values, rows, columns, rank

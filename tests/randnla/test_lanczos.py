@@ -1,6 +1,6 @@
 import torch
 
-from pullback.randnla.lanczos import gauss_quadrature, lanczos
+from pullback.randnla.slq import gauss_quadrature, lanczos
 
 GENERATOR = torch.Generator().manual_seed(0)
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from helpers.spectra import exponential, matrix, nearly_flat, power_law, rank_bounded
 from pullback.operators import DenseOperator
 from pullback.randnla import Streams, block_krylov, output_krylov
-from randnla.spectra import exponential, matrix, nearly_flat, power_law, rank_bounded
 
 SPECTRA = {
     "power law": power_law(60, 2.0),

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from helpers.spectra import exponential, matrix, power_law, rank_bounded
 from pullback.operators import DenseOperator
 from pullback.randnla import Streams, block_krylov, krylov_outputs, power_iteration, pulled_outputs
-from randnla.spectra import exponential, matrix, power_law, rank_bounded
 
 RANK = 6
 SPECTRA = {

@@ -1,10 +1,10 @@
 import pytest
 import torch
 
+from helpers.spectra import copies, exponential, matrix, power_law, rank_bounded
 from pullback.errors import PullbackError, RankError
 from pullback.operators import DenseOperator, ProductCount
 from pullback.randnla import Streams, effective_rank_from_spectrum, sketch
-from randnla.spectra import copies, exponential, matrix, power_law, rank_bounded
 
 
 def streams_for(op, seed=0):

@@ -1,9 +1,9 @@
 import pytest
 import torch
 
+from helpers.spectra import copies, exponential, matrix, nearly_flat, power_law, rank_bounded
 from pullback.operators import ProductCount
 from pullback.randnla import Streams, block_krylov, effective_rank, effective_rank_from_spectrum
-from randnla.spectra import copies, exponential, matrix, nearly_flat, power_law, rank_bounded
 
 SPECTRA = {"power": power_law(60, 1.0), "exponential": exponential(60, 8.0), "nearly flat": nearly_flat(60)}
 

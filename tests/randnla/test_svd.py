@@ -1,10 +1,10 @@
 import pytest
 import torch
 
+from helpers.spectra import copies, exponential, matrix, nearly_flat, power_law, rank_bounded
 from pullback.errors import PullbackError, RankError
 from pullback.operators import DenseOperator, ProductCount
 from pullback.randnla import Streams, block_krylov, exact_svd, output_krylov, power_iteration
-from randnla.spectra import copies, exponential, matrix, nearly_flat, power_law, rank_bounded
 
 METHODS = {
     "power": power_iteration,

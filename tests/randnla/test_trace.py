@@ -1,8 +1,8 @@
 import torch
 
+from helpers.spectra import copies, matrix, power_law
 from pullback.operators import ProductCount
 from pullback.randnla import Streams, block_krylov, deflated_hutchinson, hutchinson
-from randnla.spectra import copies, matrix, power_law
 
 SIGMA = power_law(80, 1.5)
 TRUTH = SIGMA.square().sum()

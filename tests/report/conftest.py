@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pullback.report import files
+from pullback.runs import documents as files
 
 
 def summary(mean: float, se: float) -> dict:

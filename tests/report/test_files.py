@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pullback.errors import PullbackError
-from pullback.report import files
+from pullback.runs import documents as files
 
 
 def test_numbers_stay_on_one_line_and_nothing_changes(tmp_path):

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from pullback.report import prune_files
-from pullback.report.files import write_arrays, write_json
 from pullback.report.prune_console import p_value, prune_summary
+from pullback.runs import documents as prune_files
+from pullback.runs.documents import write_arrays, write_json
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed (the extra pullback[plot])")
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from pullback.report import files
 from pullback.report.console import diagnosis_summary
+from pullback.runs import documents as files
 
 figures = pytest.importorskip("pullback.report.figures", exc_type=ImportError)
 canvas = pytest.importorskip("pullback.report.canvas", exc_type=ImportError)

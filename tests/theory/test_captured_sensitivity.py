@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.known_jacobians import SPECTRA, KnownJacobian, known_jacobian, normal, orthonormal
 from pullback.operators import LowRankMetric
-from theory.spectra import SPECTRA, KnownJacobian, known_jacobian, normal, orthonormal
 
 TOKENS, WIDTH, OUTPUTS = 8, 5, 32
 RANK = 4

@@ -17,10 +17,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.known_jacobians import KnownJacobian, known_jacobian, with_gap
 from pullback.geometry import convergence_table
 from pullback.operators import DenseOperator
 from pullback.randnla import Streams, block_krylov, power_iteration
-from theory.spectra import KnownJacobian, known_jacobian, with_gap
 
 ROWS, COLS, RANK = 40, 60, 5
 

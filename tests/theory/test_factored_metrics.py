@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.known_jacobians import normal
 from pullback.geometry import coefficient_of_variation
 from pullback.operators import LowRankMetric
-from theory.spectra import normal
 
 TOKENS, WIDTH, FEATURES = 12, 4, 40  # F is uniform on FEATURES points, so every expectation over F is a plain mean
 

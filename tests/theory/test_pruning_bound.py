@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 import pullback as pb
-from families import seeded_vit
+from helpers.families import seeded_vit
+from helpers.known_jacobians import normal
 from pullback.operators import JacobianOperator
-from theory.spectra import normal
 
 TOKENS, WIDTH, OUTPUTS = 6, 4, 5
 SIZE = TOKENS * WIDTH

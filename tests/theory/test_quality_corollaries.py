@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from helpers.known_jacobians import SPECTRA, KnownJacobian, known_jacobian, orthonormal
 from pullback.geometry import convergence_table
 from pullback.operators import DenseOperator
 from pullback.randnla import Streams, power_iteration
-from theory.spectra import SPECTRA, KnownJacobian, known_jacobian, orthonormal
 
 ROWS, COLS, RANK = 32, 48, 4
 

@@ -2,8 +2,7 @@
 
 from pullback.backbones.backbone import Backbone, Preprocessing
 from pullback.backbones.block import Block, Norm, Rope
-from pullback.backbones.linearized_attention import LinearizedNorm
-from pullback.backbones.linearized_block import LinearizedBlock
+from pullback.backbones.linearized import LinearizedBlock, LinearizedNorm
 from pullback.backbones.loading import check_evaluation_mode, list_models, load_backbone, resolve_device
 
 __all__ = [

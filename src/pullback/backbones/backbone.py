@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pullback.backbones.block import Block, Norm, Rope
 from pullback.errors import ImageError, ModelError, ShapeError
-from pullback.layout import TokenLayout
+from pullback.tokens import TokenLayout
 
 
 @dataclass(frozen=True)

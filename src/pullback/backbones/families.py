@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from pullback.backbones.backbone import Backbone, Preprocessing
 from pullback.backbones.block import Affine, Block, Mlp, Norm, Rope
 from pullback.errors import ModelError
-from pullback.layout import TokenLayout
+from pullback.tokens import TokenLayout
 
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 HALF = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))

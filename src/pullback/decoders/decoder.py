@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from pullback.layout import TokenLayout
+from pullback.tokens import TokenLayout
 
 # the tokens [B, n, D] of each layer that is read, in the order of `layers`, and where they sit -> [B, ...]
 DecodeFunction = Callable[[Sequence[Tensor], TokenLayout], Tensor]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pullback.backbones import Backbone
 from pullback.decoders.decoder import Decoder
 from pullback.errors import DecoderError
-from pullback.layout import TokenLayout
+from pullback.tokens import TokenLayout
 
 
 def depth(backbone: Backbone, grid: tuple[int, int] | None = None) -> Decoder:

@@ -12,7 +12,7 @@ from torch import Tensor
 from pullback.backbones import Backbone
 from pullback.decoders.decoder import Decoder
 from pullback.errors import DecoderError
-from pullback.layout import TokenLayout
+from pullback.tokens import TokenLayout
 
 
 def class_token(backbone: Backbone) -> Decoder:

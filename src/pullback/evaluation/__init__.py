@@ -1,7 +1,6 @@
 """Scores of predictions. Knows tensors only."""
 
-from pullback.evaluation.depth import DepthErrors, depth_errors
-from pullback.evaluation.fidelity import SilogErrors, cosine_degradation, relative_l2, silog
+from pullback.evaluation.fidelity import DepthErrors, SilogErrors, cosine_degradation, depth_errors, relative_l2, silog
 from pullback.evaluation.neighbours import neighbour_accuracy
 from pullback.evaluation.ranking import spearman
 

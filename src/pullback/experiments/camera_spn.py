@@ -1,4 +1,6 @@
-"""The Spectral Pullback Network on the camera of scenes: the paper's controlled case, where J has 9 rows a view.
+"""The networks of `camera_spn.py`: one probe, scenes to learn from and to be judged by, and a row for each network.
+
+The Spectral Pullback Network on the camera of scenes: the paper's controlled case, where J has 9 rows a view.
 
     python -m pullback.experiments.camera_spn --model runs/tiny-views/model --layer 4 --views 2 --train-scenes 1000 \
         --held-out 100 --steps 600 --batch 16 --device cuda --out spn.json
@@ -16,30 +18,212 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
+from recipes.evaluate_tiny_scenes import HELD_OUT
 from rich import box
 from rich.table import Table
+from torch import Tensor
 
-from pullback.errors import PullbackError
-from pullback.experiments.camera_networks import (
-    CONSTANT,
-    FROM_CONSTANT,
-    SUPERVISIONS,
-    UNTRAINED,
-    CameraSpn,
-    Row,
-    Settings,
-    camera_probe,
-    supervision_of,
+from pullback.errors import DecoderError, PullbackError, RankError
+from pullback.experiments.scene_taxonomy import draw_scenes
+from pullback.geometry.spectrum import output_size
+from pullback.learning.fit import FitConfig, fit
+from pullback.learning.losses import alignment
+from pullback.learning.spn import SpectralPullbackNetwork, SpnConfig
+from pullback.learning.train_spn import (
+    ExampleScores,
+    MetricNetwork,
+    RandNLA,
+    Spectral,
+    SpnExamples,
+    SpnTask,
+    Supervision,
+    comparison_row,
+    constant_network,
+    constant_subspace,
+    example_scores,
+    natural_sensitivity_ratio,
 )
-from pullback.learning.provenance import weights_hash
 from pullback.report.console import console
-from pullback.report.wording import UNKNOWN, plain
+from pullback.report.wording import UNKNOWN, plain, short_name
+from pullback.targets.recipe import targets_of
+from pullback.targets.store import weights_hash
+from pullback.vggt.backbone import load_scene_backbone
+from pullback.vggt.decoders import build_scene_decoder
+from pullback.vggt.probes import SceneProbe
+
+Row = dict[str, Any]
+TRAIN = 4 * HELD_OUT
+"""The first training seed, beside those of the backbone's training and of every evaluation."""
+RANK = 20
+CONSTANT, UNTRAINED = "best constant subspace", "random init"
+SUPERVISIONS = ("RandNLA q=1", "RandNLA q=2", "Spectral")
+FROM_CONSTANT = " from constant"  # after a supervision's name: the network starts at the constant subspace
+PAPER = {UNTRAINED: 0.005, "RandNLA q=1": 0.713, "Spectral": 0.710}
+"""V_1 in tab:spn_vae_variants. That probe is another one, VGGT's depth through a VAE; the paper calls the camera a
+controlled setting for the SPN and states no V_1 for it."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What decides the rows, apart from the weights of the backbone."""
+
+    decoder: str = "camera"
+    layer: int | None = None  # None: the middle
+    views: int = 2
+    size: int | None = None  # None: the model's own
+    train_scenes: int = 1000
+    held_out: int = 100
+    rank: int | None = None  # None: all rows of J, at most `RANK`
+    width: int = 256
+    steps: int = 600
+    batch: int = 16
+    learning_rate: float = 1e-3
+    precision: str = "float32"
+    seed: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class SceneSet:
+    """Scenes with the exact modes of J there. Features [n, N, C] carry the layout of their views."""
+
+    features: Tensor
+    examples: SpnExamples
+
+
+def scene_set(probe: SceneProbe, images: Tensor, rank: int) -> SceneSet:
+    """Modes are exact and in float32 whatever the supervision's products are: they judge it."""
+    features = probe.features(images)
+    targets = targets_of(probe, features, rank=rank, method="exact", keep_modes=True)
+    assert targets.modes is not None
+    layout = probe.token_layout(features)
+    known = targets.modes, targets.singular_values, targets.total.value
+    return SceneSet(features, SpnExamples(lambda rows: features[rows], *known, layout.prefix, layout.views))
+
+
+def supervision_of(name: str, probe: SceneProbe, precision: str) -> Supervision:
+    choices: dict[str, Supervision] = {
+        "RandNLA q=1": RandNLA(probe, 1, precision=precision, signal_probes=0),
+        "RandNLA q=2": RandNLA(probe, 2, precision=precision, signal_probes=0),
+        "Spectral": Spectral(probe, precision=precision),
+    }
+    if name not in choices:
+        known = ", ".join(choices)
+        raise PullbackError(f"runs: expected some of {known}, each also with '{FROM_CONSTANT}', got {name!r}.")
+    return choices[name]
+
+
+class CameraSpn:
+    """One probe, its training and held-out scenes, and the rows that they give."""
+
+    def __init__(self, probe: SceneProbe, settings: Settings) -> None:
+        self.probe, self.settings = probe, settings
+        trained, judged = (self._images(first, count) for first, count in self._seeds())
+        self.rank = rank_of(probe, judged, settings.rank)
+        self.train = scene_set(probe, trained, self.rank)
+        self.held_out = scene_set(probe, judged, self.rank)
+        subspace = constant_subspace(self.train.examples.modes, self.rank)
+        self.subspace, self.constant = subspace, constant_network(subspace)
+        self.of_constant: ExampleScores = example_scores(self.constant, self.held_out.examples)
+
+    def _seeds(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        return (TRAIN, self.settings.train_scenes), (HELD_OUT, self.settings.held_out)
+
+    def _images(self, first: int, count: int) -> Tensor:
+        size = self.settings.size or self.probe.backbone.model.config.img_size
+        return draw_scenes(range(first, first + count), size=size, views=self.settings.views, device=self.probe.device)
+
+    def facts(self) -> Row:
+        """Of the held-out scenes: the ceilings of the natural ratio and of V_1 (below 1 where J has fewer than r
+        directions: those that it lacks are zeros), and how unequal the directions are."""
+        own = self.held_out.examples
+        energies = own.singular_values.double().square()
+        layout = self.probe.token_layout(self.held_out.features)
+        relative = (own.singular_values / own.singular_values[:, :1]).double().mean(0)
+        return {
+            "probe": self.probe.name,
+            "layer": self.probe.layer,
+            "rank": self.rank,
+            "tokens": layout.tokens,
+            "patch_tokens": layout.views * layout.patches,
+            "kappa": float((energies.sum(1) / own.total.double()).mean()),
+            "v1_ceiling": float(alignment(own.modes, own.modes).mean()),
+            "relative_singular_values": [float(f"{value:.4g}") for value in relative],
+        }
+
+    def row(self, name: str) -> Row:
+        begun = time.perf_counter()
+        network = self.constant if name == CONSTANT else self._network(name)
+        found = comparison_row(name, example_scores(network, self.held_out.examples), self.of_constant)
+        ratio = natural_sensitivity_ratio(network, self.probe, self.held_out.examples)
+        spread = float(ratio.std()) / len(ratio) ** 0.5 if len(ratio) > 1 else None
+        return {
+            **found,
+            "natural_ratio": float(ratio.mean()),
+            "natural_ratio_se": spread,
+            "paper_v1_of_compressed_depth": PAPER.get(name),
+            "seconds": round(time.perf_counter() - begun, 2),
+        }
+
+    def _network(self, name: str) -> MetricNetwork:
+        network = self.new_network()
+        if name == UNTRAINED:
+            return network.eval()
+        if name.endswith(FROM_CONSTANT):
+            network.start_at(self.subspace)
+        own = self.settings
+        config = FitConfig(
+            steps=own.steps,
+            batch=own.batch,
+            learning_rate=own.learning_rate,
+            warmup=min(100, own.steps // 10),
+            validate_every=own.steps,  # once, at the end, so that nothing is chosen by held-out scenes
+            precision="bf16" if self.probe.device.type == "cuda" else "float32",
+            seed=own.seed,
+        )
+        features = self.train.features
+        teacher = supervision_of(name.removesuffix(FROM_CONSTANT), self.probe, own.precision)
+        fit(network, SpnTask(lambda rows: features[rows], len(features), teacher, self.held_out.examples), config)
+        return network.eval()
+
+    def new_network(self) -> SpectralPullbackNetwork:
+        """The same weights every time, scaled to the training scenes."""
+        features, examples = self.train.features, self.train.examples
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.settings.seed)
+            network = SpectralPullbackNetwork.from_config(SpnConfig(features.shape[-1], self.rank, self.settings.width))
+        first = slice(0, 64)  # enough for means and spreads
+        return network.to(features.device).start_from(features[first], examples.singular_values[first])
+
+
+def rank_of(probe: SceneProbe, images: Tensor, rank: int | None) -> int:
+    """As asked for, or as many directions as J has rows, at most `RANK`."""
+    rows = output_size(probe, probe.features(images[:1]))
+    if rank is not None and not 1 <= rank <= rows:
+        raise RankError(
+            f"rank: expected 1 to {rows}, the rows of J (9 a view) of {probe.name}, got {rank}. More directions than "
+            "that have no meaning here."
+        )
+    return min(RANK, rows) if rank is None else rank
+
+
+def camera_probe(model: str, settings: Settings, device: str) -> SceneProbe:
+    if not re.fullmatch(r"camera(-\d+)?", settings.decoder):
+        raise DecoderError(
+            f"decoder: expected 'camera' (of all views) or one such as 'camera-1' (of one view), got "
+            f"{settings.decoder!r}. Exact modes of every scene are taken here, which needs the few rows of a camera."
+        )
+    backbone = replace(load_scene_backbone(model, device=device), name=short_name(model))
+    layer = backbone.depth // 2 if settings.layer is None else settings.layer
+    return SceneProbe(backbone, build_scene_decoder(settings.decoder, backbone), layer)
 
 
 def run(

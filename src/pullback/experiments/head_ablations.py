@@ -20,10 +20,17 @@ import typer
 
 from pullback.errors import PullbackError
 from pullback.learning.fit import FitConfig, fit
-from pullback.learning.fit_head import HeadTask, head_scores, mean_map_scores
-from pullback.learning.store import TargetStore
-from pullback.learning.stored_examples import AnyProbe, StoredRows, fingerprint
-from pullback.learning.train_head import check_stores, new_head
+from pullback.learning.train_head import (
+    AnyProbe,
+    HeadTask,
+    StoredRows,
+    check_stores,
+    fingerprint,
+    head_scores,
+    mean_map_scores,
+    new_head,
+)
+from pullback.targets.store import TargetStore
 
 Row = dict[str, Any]
 RunKey = tuple[Any, ...]

@@ -22,18 +22,18 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from recipes.evaluate_tiny_scenes import QUERIES
 from torch import Tensor
 
-from pullback.data.scenes import normalised, render
 from pullback.errors import PullbackError
-from pullback.geometry.block_norms import block_norms
-from pullback.geometry.pruning_bound import PruningBound, pruning_bound
-from pullback.geometry.token_scores import block_energies, exact_modes
+from pullback.geometry.importance import block_norms
+from pullback.geometry.scores import block_energies, exact_modes
+from pullback.geometry.theorem import PruningBound, pruning_bound
 from pullback.operators import JacobianOperator
 from pullback.probes import Features, MultiLayerProbe, ProbeMap, load_probe
 from pullback.pruning import Modes, PrunePlan, Score, ScoreContext, StageRecord, preset, run_pruned
 from pullback.randnla import Streams
-from pullback.training.evaluate_tiny_scenes import QUERIES
+from pullback.scenes.render import normalised, render
 
 Row = dict[str, Any]
 AnyProbe = ProbeMap | MultiLayerProbe

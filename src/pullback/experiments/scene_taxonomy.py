@@ -21,24 +21,24 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from recipes.evaluate_tiny_scenes import HELD_OUT
 from rich import box
 from rich.table import Table
 from torch import Tensor
 
-from pullback.backbones.vggt import SceneBackbone, load_scene_backbone
-from pullback.data.scenes import render
-from pullback.decoders.scene import build_scene_decoder
 from pullback.errors import PullbackError
 from pullback.experiments.head_ablations import read_rows
 from pullback.geometry import Tractability, diagnose, layer_multiplicity
-from pullback.geometry.batches import in_batches
-from pullback.geometry.summary import Summary, summarize
-from pullback.learning.provenance import weights_hash
+from pullback.geometry.diagnosis import Summary, summarize
+from pullback.geometry.spectrum import in_batches
 from pullback.operators import JacobianOperator, ProductCount
-from pullback.probes.vggt import SceneInputProbe, SceneProbe
 from pullback.report.console import console
 from pullback.report.wording import UNKNOWN, lower_bound, plain, plus_minus, short_name
-from pullback.training.evaluate_tiny_scenes import HELD_OUT
+from pullback.scenes.render import render
+from pullback.targets.store import weights_hash
+from pullback.vggt.backbone import SceneBackbone, load_scene_backbone
+from pullback.vggt.decoders import build_scene_decoder
+from pullback.vggt.probes import SceneInputProbe, SceneProbe
 
 Row = dict[str, Any]
 AnyProbe = SceneProbe | SceneInputProbe

@@ -1,13 +1,21 @@
 """What the Jacobian says about a backbone and its decoder: spectrum, importance, tractability."""
 
-from pullback.geometry.block_norms import BlockNorms, block_norms, exact_block_norms
-from pullback.geometry.concentration import coefficient_of_variation, null_cv
-from pullback.geometry.convergence import ConvergenceRow, convergence_table
+from pullback.geometry.diagnosis import (
+    ConvergenceRow,
+    Regime,
+    SampleDiagnosis,
+    Summary,
+    Thresholds,
+    Tractability,
+    classify,
+    coefficient_of_variation,
+    convergence_table,
+    diagnose,
+    null_cv,
+)
+from pullback.geometry.importance import BlockNorms, block_norms, exact_block_norms
 from pullback.geometry.multiplicity import layer_multiplicity
-from pullback.geometry.regimes import Regime, Thresholds, classify
 from pullback.geometry.spectrum import Spectrum, spectrum, token_importance
-from pullback.geometry.summary import Summary
-from pullback.geometry.tractability import SampleDiagnosis, Tractability, diagnose
 
 __all__ = [
     "BlockNorms",

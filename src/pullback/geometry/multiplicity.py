@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pullback.errors import ImageError, PullbackError
-from pullback.geometry.batches import Probe
+from pullback.geometry.spectrum import Probe
 from pullback.operators import JacobianOperator, check_sensitive
 from pullback.randnla import Estimate, Streams
 from pullback.randnla.estimate import student_scale

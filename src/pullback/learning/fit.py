@@ -3,22 +3,26 @@
 Everything random in step s follows from (seed, s), so a run that was stopped goes on exactly as it would have, and W
 processes with batch / W examples each take the same steps as one process with all of them. Process 0 alone reads,
 validates, decides and writes; the others hear of it.
+
+The numbers of a run, line by line, in a form that survives being killed.
+
+Examples that come in blocks: one at a time is held, for so many steps.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from pullback.errors import PullbackError
-from pullback.learning.log import Log
 from pullback.learning.pretrained import Pretrained
 from pullback.randnla import Streams
 
@@ -285,3 +289,64 @@ def _parallel(network: nn.Module, batch: int) -> tuple[Share, nn.Module]:
     if batch % world:
         raise PullbackError(f"batch: expected a multiple of the {world} processes, got {batch}.")
     return Share(batch, rank, world), nn.parallel.DistributedDataParallel(network)
+
+
+class Log:
+    """metrics.jsonl, and TensorBoard where it is wanted."""
+
+    def __init__(self, folder: Path | None, step: int, tensorboard: bool) -> None:
+        self.path = None if folder is None else folder / "metrics.jsonl"
+        self.board = _summary_writer(folder, step) if tensorboard and folder is not None else None
+        if self.path is not None and self.path.exists():  # lines after the checkpoint will be written again
+            kept = self.path.with_suffix(".tmp")
+            kept.write_text("".join(_lines_until(step, self.path.read_text("utf-8"))), encoding="utf-8")
+            os.replace(kept, self.path)
+
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
+        if self.path is not None:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": step, **numbers}) + "\n")
+        if self.board is not None:
+            for name, value in numbers.items():
+                self.board.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        if self.board is not None:
+            self.board.close()
+
+
+def _lines_until(step: int, text: str) -> Iterator[str]:
+    for line in text.splitlines(keepends=True):
+        try:
+            if json.loads(line)["step"] <= step:
+                yield line
+        except json.JSONDecodeError:  # the run was killed while it wrote this one
+            return
+
+
+def _summary_writer(folder: Path, step: int) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise PullbackError("tensorboard: the package is missing: pip install tensorboard, or leave it out.") from None
+    return SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+
+
+Block = TypeVar("Block")
+
+
+class CurrentBlock(Generic[Block]):
+    """``make`` gives block k; steps k s, ..., (k + 1) s - 1 use it, s = ``steps_per_block``."""
+
+    def __init__(self, make: Callable[[int], Block], steps_per_block: int) -> None:
+        if steps_per_block < 1:
+            raise PullbackError(f"steps_per_block: expected at least 1, got {steps_per_block}.")
+        self._make, self._steps = make, steps_per_block
+        self._held: tuple[int, Block] | None = None
+
+    def at(self, step: int) -> Block:
+        number = step // self._steps
+        if self._held is None or self._held[0] != number:
+            self._held = None  # its memory is needed
+            self._held = number, self._make(number)
+        return self._held[1]

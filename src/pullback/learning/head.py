@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pullback.errors import ModelError, ShapeError
-from pullback.learning.origin import Origin
 from pullback.learning.pretrained import Pretrained
+from pullback.targets.origin import Origin
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from pullback.errors import ModelError, RankError, ShapeError
 from pullback.learning.head import inverse_softplus, standardise_inputs
-from pullback.learning.origin import Origin
 from pullback.learning.pretrained import Pretrained
 from pullback.operators import LowRankMetric
+from pullback.targets.origin import Origin
 
 
 @dataclass(frozen=True)

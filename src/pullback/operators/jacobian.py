@@ -10,10 +10,14 @@ from torch import Tensor
 
 from pullback.errors import DecoderError, NumericsError, PullbackError, ShapeError
 from pullback.operators.base import LinearOperator
-from pullback.operators.graphs import CapturedFunction
+from pullback.operators.execution import (
+    CapturedFunction,
+    apply_in_chunks,
+    check_precision,
+    matmul_precision,
+    tangents_that_fit,
+)
 from pullback.operators.linearization import FunctionLinearization, Linearization
-from pullback.operators.memory import apply_in_chunks, tangents_that_fit
-from pullback.operators.precision import check_precision, matmul_precision
 
 # On the CPU larger blocks only leave the cache; on a GPU they fill it.
 MAX_CHUNK = {"cpu": 32, "cuda": 4096}

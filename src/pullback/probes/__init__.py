@@ -1,10 +1,10 @@
 """Probe maps."""
 
-from pullback.probes.features import Features
 from pullback.probes.loading import load_probe
 from pullback.probes.multi_layer import MultiLayerProbe, multi_layer_probe
 from pullback.probes.probe import ProbeMap
-from pullback.probes.vggt import SceneInputProbe, SceneProbe, scene_input_probe, scene_probe
+from pullback.tokens import Features
+from pullback.vggt.probes import SceneInputProbe, SceneProbe, scene_input_probe, scene_probe
 
 __all__ = [
     "Features",

@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import cached_property
 
 from pullback.backbones import Backbone
-from pullback.backbones.vggt import SceneBackbone
 from pullback.decoders import Decoder
 from pullback.errors import DecoderError
+from pullback.vggt.backbone import SceneBackbone
 
 
 class AtLayer:

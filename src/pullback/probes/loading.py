@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from pullback.backbones import load_backbone
-from pullback.backbones.vggt import is_vggt
-from pullback.backbones.vggt_checkpoint import VGGT
 from pullback.decoders import Decoder, OutputMetric, TaskDistance, build_decoder, task_distance
 from pullback.probes.probe import ProbeMap
-from pullback.probes.vggt import SceneProbe, refuse_pose_derivative, scene_probe
+from pullback.vggt.backbone import is_vggt
+from pullback.vggt.checkpoint import VGGT
+from pullback.vggt.probes import SceneProbe, refuse_pose_derivative, scene_probe
 
 
 @overload

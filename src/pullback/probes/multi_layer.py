@@ -16,15 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from pullback.backbones import Backbone, load_backbone
-from pullback.backbones.vggt import is_vggt
-from pullback.backbones.vggt_checkpoint import VGGT
 from pullback.decoders import Decoder, OutputMetric, TaskDistance, build_decoder, task_distance
 from pullback.errors import DecoderError, ShapeError
-from pullback.layout import TokenLayout
 from pullback.operators import FunctionLinearization
-from pullback.probes.features import Features
 from pullback.probes.probe import FEATURE_BATCH, WithImages
-from pullback.probes.vggt import SceneInputProbe, refuse_pose_derivative, scene_input_probe
+from pullback.tokens import Features, TokenLayout
+from pullback.vggt.backbone import is_vggt
+from pullback.vggt.checkpoint import VGGT
+from pullback.vggt.probes import SceneInputProbe, refuse_pose_derivative, scene_input_probe
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,9 @@ from pullback.backbones import Backbone, LinearizedBlock
 from pullback.data.images import ImageBatch, ImageSource, PixelFormat, read_images
 from pullback.decoders import Decoder, OutputMetric, TaskDistance, factor_at
 from pullback.errors import ShapeError
-from pullback.layout import TokenLayout
-from pullback.probes.features import Features
 from pullback.probes.following import AtLayer
 from pullback.probes.linearization import DecoderTail, ProbeLinearization, Tap
+from pullback.tokens import Features, TokenLayout
 
 # images per forward pass when features are computed
 FEATURE_BATCH = 32

@@ -1,12 +1,11 @@
 """Removing tokens of a frozen ViT while its output stays."""
 
-from pullback.pruning.apply import PrunedModel, prune, restore
-from pullback.pruning.context import Modes, Score, ScoreContext
+from pullback.pruning.forward import PrunedRun, StageRecord, run_pruned
 from pullback.pruning.matching import Matching
+from pullback.pruning.model import PrunedModel, prune, restore
 from pullback.pruning.plan import PrunePlan, preset
-from pullback.pruning.run import PrunedRun, StageRecord, run_pruned
-from pullback.pruning.scores import SCORES, as_score
-from pullback.pruning.vggt import PrunedScenes, PrunedVGGT, Scope, prune_views, view_plan
+from pullback.pruning.scores import SCORES, Modes, Score, ScoreContext, as_score
+from pullback.vggt.pruning import PrunedScenes, PrunedVGGT, Scope, prune_views, view_plan
 
 __all__ = [
     "SCORES",

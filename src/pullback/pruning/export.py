@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pullback.errors import PullbackError
-from pullback.pruning.apply import PrunedModel
+from pullback.pruning.model import PrunedModel
 
 OUTPUTS = ("image_embedding", "kept_tokens")
 

@@ -1,11 +1,10 @@
 """Randomised numerical linear algebra on operators that are only multiplied with."""
 
 from pullback.randnla.estimate import Estimate
-from pullback.randnla.output_krylov import output_krylov
-from pullback.randnla.output_space import OutputSpace, krylov_outputs, pulled_outputs
-from pullback.randnla.sampling import Streams
+from pullback.randnla.output_space import OutputSpace, krylov_outputs, output_krylov, pulled_outputs
 from pullback.randnla.sketch import Sketch, sketch
 from pullback.randnla.slq import effective_rank, effective_rank_from_spectrum
+from pullback.randnla.streams import Streams
 from pullback.randnla.svd import Svd, block_krylov, exact_svd, power_iteration
 from pullback.randnla.trace import deflated_hutchinson, hutchinson
 

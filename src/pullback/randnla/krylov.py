@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pullback.operators.base import LinearOperator
 from pullback.randnla.orthonormal import gram, orthonormalize
-from pullback.randnla.sampling import Streams
+from pullback.randnla.streams import Streams
 
 ENDLESS = 1 << 30
 

@@ -13,8 +13,8 @@ from pullback.errors import PullbackError
 from pullback.operators.base import LinearOperator, ProductCount
 from pullback.randnla.estimate import Estimate
 from pullback.randnla.krylov import KrylovSpace
-from pullback.randnla.sampling import Streams
 from pullback.randnla.slq import effective_rank
+from pullback.randnla.streams import Streams
 from pullback.randnla.svd import Svd, block_krylov, check_rank, default_block, exact_svd, power_iteration
 from pullback.randnla.trace import deflated_hutchinson, draw_probes, energy, hutchinson, tail_energies
 

@@ -13,7 +13,7 @@ from pullback.errors import PullbackError, RankError
 from pullback.operators.base import LinearOperator, ProductCount
 from pullback.randnla.krylov import KrylovSpace, grow_until, truncation_error
 from pullback.randnla.orthonormal import gram, qr_basis
-from pullback.randnla.sampling import Streams
+from pullback.randnla.streams import Streams
 
 
 @dataclass(frozen=True)

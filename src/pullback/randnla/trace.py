@@ -7,7 +7,7 @@ from torch import Tensor
 
 from pullback.operators.base import LinearOperator
 from pullback.randnla.estimate import Estimate
-from pullback.randnla.sampling import Streams
+from pullback.randnla.streams import Streams
 
 
 def hutchinson(op: LinearOperator, *, num_probes: int = 100, streams: Streams) -> Estimate:

@@ -11,7 +11,6 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from pullback.report.files import layer_name
 from pullback.report.wording import (
     UNKNOWN,
     counted,
@@ -24,6 +23,7 @@ from pullback.report.wording import (
     times,
     unit,
 )
+from pullback.runs.documents import layer_name
 
 _NAMED = 10
 _LABEL_WIDTH, _LAYER_WIDTH, _GAP = 26, 15, 3

@@ -11,7 +11,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from pullback.report import files, prune_files
 from pullback.report.canvas import (
     DPI,
     LIGHT,
@@ -31,6 +30,8 @@ from pullback.report.prune_figures import draw_prune
 from pullback.report.scenes_figure import scenes_png
 from pullback.report.views_figure import views_png
 from pullback.report.wording import percent, sample_count, share, short_name, unit
+from pullback.runs import documents as files
+from pullback.runs import documents as prune_files
 
 MAX_IMAGES = 8
 

@@ -11,12 +11,11 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from pullback.report import files
-from pullback.report.canvas import DARK, LIGHT, Theme
+from pullback.report.canvas import CSS, DARK, LIGHT, Theme
 from pullback.report.figures import spectrum_png, tokens_png
 from pullback.report.scenes_figure import scenes_png
-from pullback.report.style import CSS
 from pullback.report.wording import lower_bound, percent, plain, plus_minus, samples, short_name, times, unit
+from pullback.runs import documents as files
 
 TITLE = "How many directions does the task see, and on which tokens?"
 SPECTRUM_TEXT = (

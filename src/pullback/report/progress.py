@@ -9,8 +9,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from pullback.report.files import layer_name
 from pullback.report.wording import percent
+from pullback.runs.documents import layer_name
 
 
 class ProgressDisplay:

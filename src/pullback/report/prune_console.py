@@ -10,8 +10,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pullback.report.prune_files import MEASURES
 from pullback.report.wording import UNKNOWN, plain, short_name, times
+from pullback.runs.documents import MEASURES
 
 _NAMED = 5
 

@@ -13,7 +13,6 @@ from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from pullback.report import prune_files
 from pullback.report.canvas import (
     DPI,
     LIGHT,
@@ -26,9 +25,9 @@ from pullback.report.canvas import (
     title,
     title_at_the_top,
 )
-from pullback.report.files import write_bytes
-from pullback.report.prune_files import DROPPED, MEASURES, MERGED
 from pullback.report.wording import plain, short_name
+from pullback.runs import documents as prune_files
+from pullback.runs.documents import DROPPED, MEASURES, MERGED, write_bytes
 
 # Okabe and Ito's colours, which colour-blind readers tell apart; the reference score takes the strongest.
 _REFERENCE = "#d55e00"

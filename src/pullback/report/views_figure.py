@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from pullback.report import files
 from pullback.report.canvas import (
     DPI,
     LIGHT,
@@ -21,6 +20,7 @@ from pullback.report.canvas import (
     title_at_the_top,
 )
 from pullback.report.wording import share
+from pullback.runs import documents as files
 
 COLUMNS = 8
 _NAME_LENGTH = 24

@@ -1,0 +1,120 @@
+"""What the commands share: messages instead of tracebacks, settings before torch is imported, readers of options."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NoReturn
+
+import typer
+
+from pullback.errors import PullbackError
+from pullback.report.console import console
+from pullback.report.progress import ProgressDisplay
+
+if TYPE_CHECKING:
+    from pullback.probes import MultiLayerProbe, ProbeMap
+
+Method = Literal["auto", "krylov", "paper", "exact"]
+Precision = Literal["float32", "tf32", "bf16"]
+
+BAD_INPUT, INTERRUPTED = 2, 130
+
+
+@contextmanager
+def reported(progress: ProgressDisplay, out: Path | None = None) -> Iterator[None]:
+    """One readable line instead of a traceback for everything that the user or the machine can cause."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        _fail("interrupted", progress, out, INTERRUPTED)
+    except PullbackError as error:
+        _fail(f"error: {error}", progress, out, BAD_INPUT)
+    except OSError as error:
+        _fail(f"error: {error}", progress, out, BAD_INPUT)
+    except (RuntimeError, MemoryError) as error:
+        from pullback.operators.execution import is_out_of_memory
+
+        if not is_out_of_memory(error):
+            raise
+        message = (
+            "error: out of memory, though one sample at a time was tried. Use a smaller --size or --rank, a decoder "
+            "with a smaller output (depth-8x8 for depth), or another --device."
+        )
+        _fail(message, progress, out, BAD_INPUT)
+
+
+def _fail(message: str, progress: ProgressDisplay, out: Path | None, code: int) -> NoReturn:
+    progress.close()
+    screen = console(stderr=True)
+    screen.print(message, style="red", markup=False, soft_wrap=True)
+    if progress.done:
+        where = f" before {progress.current}" if progress.current else ""
+        screen.print(f"finished{where} and kept in {out}/: {', '.join(progress.done)}", markup=False, soft_wrap=True)
+    raise typer.Exit(code)
+
+
+def prepare() -> None:
+    """Settings that must stand before torch and transformers are imported; whatever the user has set is kept.
+
+    Other packages' bars and warnings stay off the screen; their errors reach us as exceptions. OpenMP threads sleep
+    while they wait: spinning, as they do by default, made a run four times slower on cores shared with other programs.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    for name in ("huggingface_hub", "matplotlib"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module=r"(torch|transformers|huggingface_hub|matplotlib)(\.|$)")
+
+
+def parse_layer(text: str) -> int | str:
+    if text == "hooks":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise PullbackError(f"layer: expected a block index such as 10, or 'hooks', got {text!r}.") from None
+
+
+def parse_size(text: str | None) -> int | tuple[int, int] | None:
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d+)(?:x(\d+))?", text)
+    if match is None:
+        raise PullbackError(f"size: expected pixels such as 224, or height x width such as 224x308, got {text!r}.")
+    return (int(match[1]), int(match[2])) if match[2] else int(match[1])
+
+
+def refuse_scenes(model: str, command: str, instead: str, page: str = "docs/vggt.md") -> None:
+    """Commands that read single images say so before they load a VGGT, whose samples are scenes of several views."""
+    from pullback.vggt.backbone import is_vggt
+
+    if is_vggt(model):
+        raise PullbackError(
+            f"model: `pullback {command}` expects a model of single images, got {model!r}, a VGGT, whose samples are "
+            f"scenes of several views. In Python, use {instead} ({page})."
+        )
+
+
+def load_any_probe(
+    model: str,
+    decoder: str,
+    layer: int | str | None,
+    device: str,
+    distance: str | None = None,
+    after_norm: bool = True,
+) -> ProbeMap | MultiLayerProbe:
+    """A probe at a block, or at all layers that a dense decoder reads when ``layer`` is "hooks"."""
+    from pullback.probes import load_probe, multi_layer_probe
+
+    if isinstance(layer, str):
+        return multi_layer_probe(model, decoder, device=device, distance=distance, after_norm=after_norm)
+    return load_probe(model, decoder, layer, device=device, distance=distance)

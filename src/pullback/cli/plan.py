@@ -1,0 +1,87 @@
+"""`pullback plan`: stages and ratio for a budget, and what to expect of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pullback.cli.common import parse_size, prepare, refuse_scenes, reported
+from pullback.errors import PullbackError
+from pullback.report.console import console
+from pullback.report.progress import ProgressDisplay
+
+
+def plan(
+    model: Annotated[str, typer.Argument(help="A hub id, a folder, or an embedded name (see `pullback ls`).")],
+    images: Annotated[str, typer.Option(help="Calibration images: an image, a folder or a glob.")],
+    heads: Annotated[
+        str,
+        typer.Option(
+            help="Block = head of `pullback train head`, or a score's name: 3=heads/L03,6=heads/L06, or 4=norm."
+        ),
+    ],
+    flops: Annotated[float | None, typer.Option(help="Budget: share of the model's operations, such as 0.75.")] = None,
+    milliseconds: Annotated[float | None, typer.Option(help="Budget: time of one batch on this machine.")] = None,
+    degradation: Annotated[
+        float | None, typer.Option(help="Budget: cosine distance x 100 of the embedding, SILog x 100 of depth.")
+    ] = None,
+    stages: Annotated[int, typer.Option(min=1, help="At most so many stages.")] = 2,
+    limit: Annotated[int, typer.Option(min=1, help="Use the first so many images.")] = 128,
+    batch: Annotated[int, typer.Option(min=1, help="Images at a time.")] = 16,
+    size: Annotated[
+        str | None, typer.Option(help="Crop in pixels, 224 or 224x308.", show_default="the backbone's")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto: the GPU where there is one.")] = "auto",
+    out: Annotated[
+        Path | None, typer.Option(help="Write the pruned model here, for pb.PrunedModel.from_pretrained.")
+    ] = None,
+) -> None:
+    """Which tokens to remove where, so that a budget of operations, time or error is met."""
+    with ProgressDisplay(console(stderr=True)) as progress, reported(progress, out):
+        progress.stage("loading torch")
+        prepare()
+        instead = "pullback.vggt.pruning.prune_views(model, score, ratio=..., stages=...)"
+        refuse_scenes(model, "plan", instead, "docs/vggt-pruning.md")
+        from pullback.learning.head import ImportanceHead
+        from pullback.probes import load_probe
+        from pullback.pruning import SCORES, prune
+        from pullback.pruning.budget import plan_pruning
+
+        progress.stage(f"loading {model}")
+        probe = load_probe(model, "mean", device=device)
+        network = probe.backbone.model
+        scores = {
+            layer: name if name in SCORES else ImportanceHead.from_pretrained(name, device=probe.device)
+            for layer, name in _pairs(heads)
+        }
+        pictures = probe.load_images(images, parse_size(size), limit=limit).to(probe.device)
+        progress.stage("trying plans")
+        forecast = plan_pruning(
+            network,
+            scores,
+            pictures,
+            flops=flops,
+            milliseconds=milliseconds,
+            degradation=degradation,
+            stages=stages,
+            batch=batch,
+        )
+        chosen = forecast.plan.stages
+        if out is not None:
+            progress.stage(f"writing {out}")
+            pruned = prune(network, [scores[stage] for stage in chosen], ratio=forecast.plan.ratio, stages=chosen)
+            pruned.save_pretrained(out)
+    screen = console()
+    screen.print(f"{forecast} ({forecast.measured} plans tried on {len(pictures)} images)", soft_wrap=True)
+    if out is not None:
+        screen.print(f"written to {out}/", style="bold", markup=False)
+
+
+def _pairs(text: str) -> list[tuple[int, str]]:
+    """3=a,6=b -> [(3, "a"), (6, "b")]"""
+    try:
+        return [(int(layer), name) for layer, name in (part.split("=", 1) for part in text.split(","))]
+    except ValueError:
+        raise PullbackError(f"heads: expected BLOCK=HEAD by commas, such as 3=heads/L03, got {text!r}.") from None

@@ -1,0 +1,281 @@
+"""`pullback train head` and `pullback train spn`: small networks that predict the geometry from features alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from pullback.cli.common import load_any_probe, parse_layer, parse_size, prepare, refuse_scenes, reported
+from pullback.report.console import console
+from pullback.report.progress import ProgressDisplay
+
+if TYPE_CHECKING:
+    from pullback.learning.fit import FitConfig
+    from pullback.learning.pretrained import Pretrained
+    from pullback.targets.store import TargetStore
+
+train = typer.Typer(
+    name="train", help="Learn the geometry from targets: an importance head, or the whole metric.", no_args_is_help=True
+)
+
+Steps = Annotated[int, typer.Option(min=1, help="Optimiser steps.")]
+Batch = Annotated[int, typer.Option(min=1, help="Images per step, over all processes.")]
+Rate = Annotated[float, typer.Option(min=0.0, help="Peak learning rate.")]
+Out = Annotated[Path, typer.Option(help="Folder for the model, metrics.jsonl and the checkpoint to go on from.")]
+Seed = Annotated[int, typer.Option(help="The same seed gives the same weights.")]
+Device = Annotated[str, typer.Option(help="auto: the GPU where there is one.")]
+Arithmetic = Annotated[Literal["float32", "bf16"], typer.Option(help="Of the network in training.")]
+ValidateEvery = Annotated[int, typer.Option(min=1, help="Steps between validations and checkpoints.")]
+Patience = Annotated[
+    int | None, typer.Option(min=1, help="Stop after so many validations without a better score.", show_default="never")
+]
+Recompute = Annotated[
+    bool, typer.Option("--recompute-features", help="Compute features in every step instead of holding them in memory.")
+]
+TensorBoard = Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard files too.")]
+
+
+_OF_SCENES = "pullback.targets.recipe.targets_of(probe, probe.features(scenes)) and a loop of your own over them"
+
+
+@train.command()
+def head(
+    targets: Annotated[
+        list[Path], typer.Option(help="A store of `pullback targets`; several for several resolutions.")
+    ],
+    out: Out,
+    held_out: Annotated[
+        str, typer.Option(help="A store for validation, or the share of images to hold out of the targets.")
+    ] = "0.1",
+    model: Annotated[str | None, typer.Option(help="The backbone.", show_default="as the store says")] = None,
+    images: Annotated[str | None, typer.Option(help="Where the images are.", show_default="as the store says")] = None,
+    width: Annotated[int, typer.Option(min=1, help="Of the head.")] = 256,
+    heads: Annotated[int, typer.Option(min=1, help="Attention heads.")] = 4,
+    target: Annotated[Literal["importance", "block-norm"], typer.Option(help="What is predicted.")] = "importance",
+    rank_weight: Annotated[float, typer.Option(min=0.0, help="w_rank, the weight of the ranking loss.")] = 0.5,
+    start: Annotated[
+        str | None, typer.Option(help="A head to go on from, with its width and heads.", show_default="a random one")
+    ] = None,
+    steps: Steps = 3000,
+    batch: Batch = 64,
+    learning_rate: Rate = 2e-3,
+    validate_every: ValidateEvery = 250,
+    patience: Patience = None,
+    precision: Arithmetic = "float32",
+    recompute_features: Recompute = False,
+    tensorboard: TensorBoard = False,
+    seed: Seed = 0,
+    device: Device = "auto",
+) -> None:
+    """An importance head from stored targets. The same command goes on from its last checkpoint; torchrun works."""
+    with _run(out, device) as (progress, place):
+        from pullback.learning.head import ImportanceHead
+        from pullback.learning.train_head import train_head
+        from pullback.targets.store import TargetStore
+
+        stores = [TargetStore.open(folder) for folder in targets]
+        stored = stores[0].config
+        name = model or stored["model"]
+        refuse_scenes(name, "train head", _OF_SCENES)
+        progress.stage(f"loading {name}")
+        probe = load_any_probe(
+            name, stored["decoder"], stored["layer"], place, stored["distance"], stored.get("after_norm", True)
+        )
+        judge = _held_out(held_out)
+        rows = sum(map(len, stores)) + (0 if isinstance(judge, float) else len(judge))
+        fitted = train_head(
+            probe,
+            stores,
+            judge,
+            images=images,
+            width=width,
+            heads=heads,
+            target=target,
+            rank_weight=rank_weight,
+            start=None if start is None else ImportanceHead.from_pretrained(start),
+            keep_features=not recompute_features,
+            config=_config(steps, batch, learning_rate, validate_every, patience, precision, seed),
+            out=out,
+            tensorboard=tensorboard,
+            watch=_watch(progress, {"features": rows, "step": steps}),
+        )
+        _finish(fitted, out)
+
+
+@train.command()
+def spn(
+    model: Annotated[str, typer.Argument(help="A hub id, a folder, or an embedded name (see `pullback ls`).")],
+    images: Annotated[str, typer.Option(help="Training images: a folder, a glob, a list, tars or hf://name:split.")],
+    held_out: Annotated[str, typer.Option(help="Images for validation, whose exact modes are computed first.")],
+    out: Out,
+    decoder: Annotated[str, typer.Option(help="cls, projection, pool, mean, depth, depth-8x8, saliency.")] = "cls",
+    layer: Annotated[
+        str | None,
+        typer.Option(
+            help="Block index; `hooks`: all layers that a dense decoder reads, side by side.",
+            show_default="the last but one",
+        ),
+    ] = None,
+    rank: Annotated[int, typer.Option(min=1, help="Of the metric.")] = 20,
+    width: Annotated[int, typer.Option(min=1, help="Of the network.")] = 256,
+    heads: Annotated[int, typer.Option(min=1, help="Attention heads.")] = 4,
+    supervision: Annotated[
+        Literal["randnla", "spectral", "distances", "directions"],
+        typer.Option(help="Algorithm 2; exact modes in every step; the two naive ones of section 5.1."),
+    ] = "randnla",
+    power_iters: Annotated[int, typer.Option(min=0, help="Rounds q of randnla.")] = 1,
+    sketch_width: Annotated[
+        int | None, typer.Option(min=1, help="Columns r0 of randnla.", show_default="the rank")
+    ] = None,
+    size: Annotated[str | None, typer.Option(help="Crop in pixels.", show_default="the backbone's")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Train on so many images.", show_default="all")] = None,
+    constant_images: Annotated[
+        int, typer.Option(min=0, help="Start at the best constant subspace of so many images; 0: at random.")
+    ] = 0,
+    steps: Steps = 2000,
+    batch: Batch = 16,
+    learning_rate: Rate = 1e-3,
+    validate_every: ValidateEvery = 200,
+    patience: Patience = None,
+    precision: Arithmetic = "float32",
+    recompute_features: Recompute = False,
+    tensorboard: TensorBoard = False,
+    seed: Seed = 0,
+    device: Device = "auto",
+) -> None:
+    """A Spectral Pullback Network, supervised by Jacobian products. The same command goes on; torchrun works."""
+    with _run(out, device) as (progress, place):
+        refuse_scenes(model, "train spn", _OF_SCENES)
+        from pullback.data.sources import open_source
+        from pullback.learning.train_spn import train_spn
+
+        progress.stage(f"loading {model}")
+        probe = load_any_probe(model, decoder, None if layer is None else parse_layer(layer), place)
+        judges, source = open_source(held_out), open_source(images)
+        expected = source.count if source.count is None or limit is None else min(source.count, limit)
+        fitted = train_spn(
+            probe,
+            source,
+            judges,
+            rank=rank,
+            width=width,
+            heads=heads,
+            supervision=supervision,
+            power_iters=power_iters,
+            sketch_width=sketch_width,
+            size=parse_size(size),
+            limit=limit,
+            keep_features=not recompute_features,
+            constant_images=constant_images,
+            config=_config(steps, batch, learning_rate, validate_every, patience, precision, seed),
+            out=out,
+            tensorboard=tensorboard,
+            watch=_watch(
+                progress,
+                {"targets": judges.count, "features": expected, "constant": constant_images or None, "step": steps},
+            ),
+        )
+        _finish(fitted, out)
+
+
+def _config(
+    steps: int,
+    batch: int,
+    learning_rate: float,
+    validate_every: int,
+    patience: int | None,
+    precision: str,
+    seed: int,
+) -> FitConfig:
+    from pullback.learning.fit import FitConfig
+
+    return FitConfig(
+        steps=steps,
+        batch=batch,
+        learning_rate=learning_rate,
+        validate_every=validate_every,
+        patience=patience,
+        precision=precision,
+        seed=seed,
+    )
+
+
+@contextmanager
+def _run(out: Path, device: str) -> Iterator[tuple[ProgressDisplay, str]]:
+    """What surrounds both commands: the progress, and the device of this process."""
+    with ProgressDisplay(console(stderr=True)) as progress, reported(progress, out), _processes(device) as place:
+        try:
+            yield progress, place
+        except KeyboardInterrupt:
+            if (out / "checkpoint.pt").is_file():
+                progress.done.append("the last checkpoint; the same command goes on from there")
+                progress.current = None
+            raise
+
+
+@contextmanager
+def _processes(device: str) -> Iterator[str]:
+    """Join the other processes under torchrun; the device of this one."""
+    prepare()
+    import torch
+
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield device
+        return
+    on_gpu = torch.cuda.is_available() and device != "cpu"
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.distributed.init_process_group("nccl" if on_gpu else "gloo")
+    try:
+        yield f"cuda:{os.environ['LOCAL_RANK']}" if on_gpu else "cpu"
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def _held_out(text: str) -> TargetStore | float:
+    from pullback.errors import PullbackError
+    from pullback.targets.store import TargetStore as Store
+
+    try:
+        return float(text)
+    except ValueError:
+        pass
+    if not Path(text).is_dir():
+        raise PullbackError(f"held-out: expected a store of targets or a share such as 0.1, got {text!r}.")
+    return Store.open(text)
+
+
+_UNITS = {"features": "images", "targets": "images", "step": "steps"}
+
+
+def _watch(progress: ProgressDisplay, totals: dict[str, int | None]) -> Callable[[str, int], None]:
+    """A bar for each kind of work, one after the other."""
+    current = ""
+
+    def advance(what: str, count: int) -> None:
+        nonlocal current
+        total = totals.get(what)
+        if total is None:
+            progress.stage(what)
+            return
+        if what != current:
+            current = what
+            progress.work(f"computing {what}" if what != "step" else "training", total, _UNITS[what])
+        progress.advance(count)
+
+    return advance
+
+
+def _finish(model: Pretrained, out: Path) -> None:
+    if int(os.environ.get("RANK", "0")) != 0:
+        return
+    folder = model.save_pretrained(out / "model")
+    screen = console()
+    for name, value in model.config.scores.items():
+        screen.print(f"{name.replace('_', ' ')}: {value:.4g}", markup=False)
+    screen.print(f"written to {folder}/", style="bold", markup=False, soft_wrap=True)

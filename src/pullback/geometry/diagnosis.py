@@ -1,0 +1,459 @@
+"""The four regimes of section 4.3, with their thresholds and advice as data.
+
+How unevenly task-sensitive directions spread over tokens, and what a random direction would show.
+
+Numbers of several samples, each with its own error, as one number with its error.
+
+How fast power iteration finds the task subspace: the paper's convergence table (after Theorem 3).
+
+The paper prints errors of 0.2 to 0.8 at "q = 0". A random subspace of dimension r in R^{N D} has error near 1, so its q
+counts the rounds after a first product with J^T J. Both counts are given.
+
+The tractability diagnostic (Algorithm 1): does a low-rank task metric exist here, and which tokens carry it?
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pullback.errors import ImageError, RankError
+from pullback.geometry.spectrum import Probe, Sketched, as_token_maps, output_size, sketch_in_batches
+from pullback.operators import JacobianOperator, LinearOperator, LowRankMetric, ProductCount
+from pullback.randnla import Streams, block_krylov, effective_rank_from_spectrum
+from pullback.randnla.orthonormal import qr_basis
+from pullback.randnla.student import student_quantile
+from pullback.tokens import TokenLayout
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """Chosen so that every row of the paper's tables gets the label the paper gives it (tests/geometry)."""
+
+    low_rank_kappa: float = 0.90  # kappa_cap(r) from here on: r directions are (nearly) the whole task
+    rank_budget: float = 2.5  # an effective rank above this many times r is "rich", whatever kappa says
+    concentrated_cv: float = 0.80  # tokens differ so much that a score per token is informative
+    null_factor: float = 1.5  # CV up to this many times the null: indistinguishable from a random direction
+
+
+THRESHOLDS = Thresholds()
+
+
+@dataclass(frozen=True)
+class Regime:
+    label: str
+    title: str
+    advice: str
+
+
+RICH = Regime(
+    "i",
+    "rich spectrum",
+    "No rank-r metric captures the task and no few tokens carry it: raise the rank, or compress the features first "
+    "(the S2-VAE bottleneck).",
+)
+LOW_RANK_SPREAD = Regime(
+    "ii",
+    "low rank, spread over tokens",
+    "A rank-r metric captures the task, but its directions are spread over tokens: learn the metric with cross-token "
+    "attention (SPN); scores per token are weak.",
+)
+LOW_RANK_LOCAL = Regime(
+    "ii",
+    "low rank, concentrated on tokens",
+    "A rank-r metric captures the task and few tokens carry it: both the SPN and a per-token importance head will do.",
+)
+CONCENTRATED = Regime(
+    "iii",
+    "marginal rank, concentrated on tokens",
+    "A rank-r metric misses much of the task, but few tokens carry it: score tokens with an importance head, for "
+    "instance to prune or merge the others.",
+)
+RANK_BOUNDED = Regime(
+    "iv",
+    "structurally rank-bounded",
+    "The output has no more dimensions than the rank asked for, so kappa is 100 % by construction: use the exact "
+    "spectrum, it is cheap.",
+)
+
+
+def classify(
+    *,
+    kappa: float,
+    effective_rank: float,
+    cv: float,
+    rank: int,
+    max_rank: int,
+    thresholds: Thresholds = THRESHOLDS,
+) -> Regime:
+    """``rank`` is the rank asked for, ``max_rank`` = min(M, N*D)."""
+    if max_rank <= rank:
+        return RANK_BOUNDED
+    if kappa >= thresholds.low_rank_kappa and effective_rank <= thresholds.rank_budget * rank:
+        return LOW_RANK_LOCAL if cv >= thresholds.concentrated_cv else LOW_RANK_SPREAD
+    return CONCENTRATED if cv >= thresholds.concentrated_cv else RICH
+
+
+def looks_random(cv: float, null: float, thresholds: Thresholds = THRESHOLDS) -> bool:
+    return cv <= thresholds.null_factor * null
+
+
+def coefficient_of_variation(modes: Tensor, tokens: Tensor | None = None) -> Tensor:
+    """CV = mean_j std_t |v_j^(t)| / mean_t |v_j^(t)| (`eq:cv`), std with n-1: modes [B, r, N, D] -> [B].
+
+    ``tokens`` [N] bool restricts t, for instance to the patch tokens. Modes that are zero there (of vanishing singular
+    values) are left out of the mean; a single token has CV 0.
+    """
+    norms = modes.norm(dim=-1).double()
+    if tokens is not None:
+        norms = norms[..., tokens.to(norms.device)]
+    if norms.shape[-1] < 2:
+        return norms.new_zeros(len(norms))
+    mean = norms.mean(-1)
+    alive = mean > 0
+    return (norms.std(-1) / torch.where(alive, mean, 1.0)).sum(-1) / alive.sum(-1).clamp_min(1)
+
+
+def null_cv(dim: int) -> float:
+    """The CV of a direction drawn at random: token norms are then chi-distributed with D degrees of freedom.
+
+    About 1/sqrt(2 D): 0.036 at D = 384, 0.026 at D = 768. A measured CV at this value says that the vectors look like
+    noise, most likely because they have not converged.
+    """
+    mean = math.sqrt(2) * math.exp(math.lgamma((dim + 1) / 2) - math.lgamma(dim / 2))
+    return math.sqrt(dim - mean**2) / mean
+
+
+@dataclass(frozen=True)
+class Summary:
+    """``std`` is between samples (n-1), ``se`` of their mean: from that spread, which contains the estimation error, or
+    for a single sample its own error. ``estimation_se`` is the part that more products would remove."""
+
+    mean: float
+    std: float
+    se: float
+    estimation_se: float
+    count: int
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """95 % for the mean over such samples."""
+        half = self.se * (2.0 if self.count == 1 else student_quantile(0.975, self.count - 1))
+        return self.mean - half, self.mean + half
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3g} ± {self.se:.2g}"
+
+
+def summarize(pairs: Sequence[tuple[float, float]]) -> Summary:
+    """(value, standard error) per sample -> their mean."""
+    count = len(pairs)
+    mean = sum(value for value, _ in pairs) / count
+    own = math.sqrt(sum(se**2 for _, se in pairs)) / count
+    if count == 1:
+        return Summary(mean, 0.0, own, own, 1)
+    std = math.sqrt(sum((value - mean) ** 2 for value, _ in pairs) / (count - 1))
+    return Summary(mean, std, max(std / math.sqrt(count), own), own, count)
+
+
+@dataclass(frozen=True)
+class ConvergenceRow:
+    """After ``rounds`` products with J^T J in all; ``paper_q`` = rounds - 1 (None before the first)."""
+
+    rounds: int
+    paper_q: int | None
+    alignment_error: Tensor  # [B], 1 - |V_hat^T V|_F^2 / r
+    gradient_signal_ratio: Tensor  # [B], |J v_1|^2 N D / |J|_F^2: 1 for a random direction (Corollary `cor:gsr`)
+
+
+def convergence_table(
+    op: LinearOperator,
+    reference: Tensor,
+    total: Tensor,
+    *,
+    paper_q: tuple[int, ...] = (0, 2, 5),
+    streams: Streams,
+) -> tuple[ConvergenceRow, ...]:
+    """Power iteration from a Gaussian start against reference modes [B, n, r]; total [B] is |J|_F^2.
+
+    Costs (max q + 1) r pairs and one JVP per sample.
+    """
+    wanted = {0, *(q + 1 for q in paper_q)}
+    columns = qr_basis(streams.gaussian(op.cols, reference.shape[-1], op.dtype))
+    rows = []
+    for rounds in range(max(wanted) + 1):
+        last = rounds == max(wanted)
+        image = op @ (columns[..., :1] if last else columns)
+        if rounds in wanted:
+            overlap = (columns.mT @ reference).square().sum((1, 2)) / reference.shape[-1]
+            signal = image[..., 0].double().square().sum(1) * op.cols / total
+            rows.append(ConvergenceRow(rounds, rounds - 1 if rounds else None, 1 - overlap.double(), signal))
+        if not last:
+            columns = qr_basis(op.T @ image)
+    return tuple(rows)
+
+
+def join_tables(tables: Sequence[tuple[ConvergenceRow, ...]]) -> tuple[ConvergenceRow, ...]:
+    """The tables of several batches as one."""
+    return tuple(
+        ConvergenceRow(
+            rows[0].rounds,
+            rows[0].paper_q,
+            torch.cat([row.alignment_error for row in rows]),
+            torch.cat([row.gradient_signal_ratio for row in rows]),
+        )
+        for rows in zip(*tables, strict=True)
+    )
+
+
+@dataclass(frozen=True)
+class SampleDiagnosis:
+    """One sample. Pairs are (value, standard error)."""
+
+    kappa: dict[int, tuple[float, float]]  # rank -> kappa_cap(rank)
+    r_eff_trunc: float
+    r_eff_slq: tuple[float, float]
+    cv: float
+    cv_patches: float
+    r90: tuple[int, bool]  # (rank, it is only a lower bound)
+    gradient_signal_ratio: float
+    energy: tuple[float, float]  # |J|_F^2
+    singular_values: tuple[float, ...]
+    products: ProductCount
+
+
+@dataclass(frozen=True)
+class Tractability:
+    """The diagnosis of one probe map over several samples."""
+
+    probe: str
+    layer: int | str
+    ranks: tuple[int, ...]  # as asked for
+    ranks_used: tuple[int, ...]  # lowered to min(M, N*D) where necessary
+    output_size: int
+    input_shape: tuple[int, int]
+    method: str
+    seed: int
+    samples: tuple[SampleDiagnosis, ...]
+    cv_null: float
+    regime: Regime
+    convergence: tuple[ConvergenceRow, ...]
+    importance: Tensor  # [B, N], imp* of every token at the first rank
+    token_layout: TokenLayout
+    products: ProductCount  # of all samples together
+    seconds: float
+    thresholds: Thresholds = THRESHOLDS
+
+    @property
+    def rank(self) -> int:
+        return self.ranks[0]
+
+    @property
+    def kappa(self) -> Summary:
+        """kappa_cap at the first rank."""
+        return self.kappa_at(self.ranks_used[0])
+
+    def kappa_at(self, rank: int) -> Summary:
+        """kappa_cap at one of the ranks asked for, or at what it was lowered to."""
+        used = dict(zip(self.ranks, self.ranks_used, strict=True)).get(rank, rank)
+        if used not in self.ranks_used:
+            raise RankError(f"rank: expected one of those diagnosed, {list(self.ranks)}, got {rank}.")
+        return summarize([sample.kappa[used] for sample in self.samples])
+
+    @property
+    def cv(self) -> Summary:
+        return summarize([(sample.cv, 0.0) for sample in self.samples])
+
+    @property
+    def cv_patches(self) -> Summary:
+        return summarize([(sample.cv_patches, 0.0) for sample in self.samples])
+
+    @property
+    def r_eff_trunc(self) -> Summary:
+        return summarize([(sample.r_eff_trunc, 0.0) for sample in self.samples])
+
+    @property
+    def r_eff_slq(self) -> Summary:
+        return summarize([sample.r_eff_slq for sample in self.samples])
+
+    @property
+    def tail_ratio(self) -> Summary:
+        pairs = [(s.r_eff_slq[0] / s.r_eff_trunc, s.r_eff_slq[1] / s.r_eff_trunc) for s in self.samples]
+        return summarize(pairs)
+
+    @property
+    def r90(self) -> tuple[int, bool]:
+        """The median over samples, a lower bound if any sample's is one."""
+        values = sorted(sample.r90[0] for sample in self.samples)
+        return values[len(values) // 2], any(sample.r90[1] for sample in self.samples)
+
+    @property
+    def advice(self) -> str:
+        """One sentence on what to do, with a warning when the modes look like noise."""
+        if looks_random(self.cv.mean, self.cv_null, self.thresholds):
+            return (
+                f"CV {self.cv.mean:.3f} is indistinguishable from a random direction (null {self.cv_null:.3f}): the "
+                f"modes have probably not converged. {self.regime.advice}"
+            )
+        return self.regime.advice
+
+    def __str__(self) -> str:
+        bound = ">=" if self.r90[1] else ""
+        return (
+            f"{self.probe}: kappa({self.ranks_used[0]}) = {self.kappa}, r_eff = {self.r_eff_slq}, "
+            f"CV = {self.cv.mean:.2f} (null {self.cv_null:.3f}), r90 {bound}{self.r90[0]}, "
+            f"regime ({self.regime.label}) {self.regime.title}. {self.advice}"
+        )
+
+
+def diagnose(
+    probe: Probe,
+    images: Tensor,
+    rank: int | Sequence[int] = 20,
+    method: str = "auto",
+    *,
+    seed: int = 0,
+    rtol: float | None = None,
+    precision: str = "float32",
+    batch_size: int | None = None,
+    convergence_samples: int = 1,
+    thresholds: Thresholds = THRESHOLDS,
+    on_progress: Callable[[int], None] | None = None,
+    **knobs: Any,
+) -> Tractability:
+    """kappa_cap at one or several ranks, effective ranks, CV and its null, r_0.90, regime and advice, with error bars.
+
+    A rank above min(M, N*D) is lowered to it; the regime is then (iv). ``convergence_samples``: for how many samples
+    the power-iteration table is measured as well (6 rank pairs each). Other ``knobs`` go to `randnla.sketch`.
+    """
+    ranks = (rank,) if isinstance(rank, int) else tuple(rank)
+    if not ranks or min(ranks) < 1:
+        raise RankError(f"rank: expected one or several numbers from 1 up, got {rank!r}.")
+    if len(images) == 0:
+        raise ImageError("images: expected at least one image, got an empty batch.")
+    begun = time.perf_counter()
+    features = probe.features(images)
+    rows, inputs = output_size(probe, features), features[0].numel()
+    limit = min(rows, inputs)
+    used = tuple(min(r, limit) for r in ranks)
+    layout = probe.token_layout(features)
+    shape = (features.shape[1], features.shape[2])
+    samples: list[SampleDiagnosis] = []
+    importance: list[Tensor] = []
+    tables: list[tuple[ConvergenceRow, ...]] = []
+    products = ProductCount()
+    method_used = method
+    for part in sketch_in_batches(
+        probe,
+        features,
+        max(used),
+        seed=seed,
+        precision=precision,
+        batch_size=batch_size,
+        method=method,
+        rtol=rtol,
+        **knobs,
+    ):
+        modes = as_token_maps(part.sketch.right, features.shape[1:])
+        leading = LowRankMetric(modes[:, : used[0]], part.sketch.singular_values[:, : used[0]].square())
+        importance.append(leading.importance().cpu())
+        samples += _diagnose_batch(part, modes, used, layout)
+        method_used = part.sketch.method
+        count = len(modes)
+        observed = features[part.first : min(part.first + count, convergence_samples)]
+        if len(observed) > 0:
+            table, spent = _convergence(JacobianOperator(probe, observed, precision=precision), part, used[0], seed)
+            tables.append(table)
+            products += _times(spent, len(observed))
+        products += _times(part.sketch.products, count)
+        if on_progress is not None:
+            on_progress(count)
+    first = used[0]
+    summary = {
+        "kappa": summarize([s.kappa[first] for s in samples]).mean,
+        "effective_rank": summarize([s.r_eff_slq for s in samples]).mean,
+        "cv": summarize([(s.cv, 0.0) for s in samples]).mean,
+    }
+    return Tractability(
+        probe=probe.name,
+        layer=probe.layer,
+        ranks=ranks,
+        ranks_used=used,
+        output_size=rows,
+        input_shape=shape,
+        method=method_used,
+        seed=seed,
+        samples=tuple(samples),
+        cv_null=null_cv(shape[1]),
+        regime=classify(**summary, rank=ranks[0], max_rank=limit, thresholds=thresholds),
+        convergence=join_tables(tables),
+        importance=torch.cat(importance),
+        token_layout=layout,
+        products=products,
+        seconds=time.perf_counter() - begun,
+        thresholds=thresholds,
+    )
+
+
+def _times(count: ProductCount, samples: int) -> ProductCount:
+    return ProductCount(count.jvp * samples, count.vjp * samples)
+
+
+def _convergence(
+    operator: JacobianOperator, part: Sketched, rank: int, seed: int
+) -> tuple[tuple[ConvergenceRow, ...], ProductCount]:
+    """The table of the first samples of a batch, and its products per sample."""
+    start, other = (Streams.from_seed(seed + i, operator.batch, operator.device, part.first) for i in (1, 2))
+    reference = part.sketch.right[: operator.batch, :, :rank]
+    if part.sketch.method == "paper":  # unconverged modes cannot judge convergence
+        reference = block_krylov(operator, rank, rtol=1e-4, streams=other).right
+    table = convergence_table(operator, reference, part.sketch.total.value[: operator.batch], streams=start)
+    return table, operator.products
+
+
+def _diagnose_batch(
+    part: Sketched, modes: Tensor, ranks: tuple[int, ...], layout: TokenLayout
+) -> list[SampleDiagnosis]:
+    sketch, first = part.sketch, ranks[0]
+    assert sketch.effective_rank is not None
+    cv = coefficient_of_variation(modes[:, :first])
+    cv_patches = coefficient_of_variation(modes[:, :first], layout.patch_mask())
+    trunc = effective_rank_from_spectrum(sketch.singular_values[:, :first])
+    inputs = math.prod(modes.shape[2:])
+    signal = sketch.singular_values[:, 0].double().square() * inputs / sketch.total.value
+    known = sketch.singular_values if sketch.spectrum is None else sketch.spectrum
+    captured = known.double().square().cumsum(1) / sketch.total.value[:, None]
+    columns = {
+        "kappa": (sketch.kappa.value.tolist(), sketch.kappa.se.tolist()),
+        "slq": (sketch.effective_rank.value.tolist(), sketch.effective_rank.se.tolist()),
+        "energy": (sketch.total.value.tolist(), sketch.total.se.tolist()),
+    }
+    lists = {"cv": cv.tolist(), "patches": cv_patches.tolist(), "trunc": trunc.tolist(), "gsr": signal.tolist()}
+    values = sketch.singular_values.tolist()
+    return [
+        SampleDiagnosis(
+            kappa={r: (columns["kappa"][0][i][r - 1], columns["kappa"][1][i][r - 1]) for r in ranks},
+            r_eff_trunc=lists["trunc"][i],
+            r_eff_slq=(columns["slq"][0][i], columns["slq"][1][i]),
+            cv=lists["cv"][i],
+            cv_patches=lists["patches"][i],
+            r90=_rank_for(captured[i], 0.90),
+            gradient_signal_ratio=lists["gsr"][i],
+            energy=(columns["energy"][0][i], columns["energy"][1][i]),
+            singular_values=tuple(values[i]),
+            products=sketch.products,
+        )
+        for i in range(len(modes))
+    ]
+
+
+def _rank_for(captured: Tensor, share: float) -> tuple[int, bool]:
+    """The first rank at which the captured energy reaches the share, or one past the ranks that are known."""
+    reached = (captured >= share - 1e-12).nonzero().flatten()
+    return (int(reached[0]) + 1, False) if len(reached) else (len(captured) + 1, True)

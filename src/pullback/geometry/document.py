@@ -1,0 +1,179 @@
+"""A diagnosis as plain data: what `diagnosis.json` holds. Everything downstream reads that file and no tensors."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pullback import __version__
+from pullback.geometry import ConvergenceRow, SampleDiagnosis, Summary, Tractability
+from pullback.geometry.diagnosis import looks_random, summarize
+from pullback.operators import ProductCount
+from pullback.randnla import Estimate
+
+_DIGITS = 9
+
+
+def layer_result(report: Tractability, files: Sequence[str]) -> dict[str, Any]:
+    """One entry of ``layers``. ``files`` names the image behind each sample."""
+    count = len(report.samples)
+    used = dict(zip(report.ranks, report.ranks_used, strict=True))
+    value, is_bound = report.r90
+    return {
+        "layer": report.layer,
+        "probe": report.probe,
+        "rank": report.rank,
+        "rank_used": report.ranks_used[0],
+        "ranks": list(report.ranks),
+        "ranks_used": list(report.ranks_used),
+        "num_images": count,
+        "output_size": report.output_size,
+        "tokens": report.input_shape[0],
+        "dim": report.input_shape[1],
+        "grid": list(report.token_layout.grid),
+        "prefix": report.token_layout.prefix,
+        "kappa": summary(report.kappa),
+        "kappa_at": {str(rank): {**summary(report.kappa_at(used[rank])), "rank_used": used[rank]} for rank in used},
+        "cv": {
+            "mean": number(report.cv.mean),
+            "null": number(report.cv_null),
+            "patches": number(report.cv_patches.mean),
+            "indistinguishable_from_random": looks_random(report.cv.mean, report.cv_null, report.thresholds),
+            "std": number(report.cv.std),
+            "se": number(report.cv.se),
+            "patches_se": number(report.cv_patches.se),
+        },
+        "r_eff_trunc": number(report.r_eff_trunc.mean),
+        "r_eff_trunc_se": number(report.r_eff_trunc.se),
+        "r_eff_slq": summary(report.r_eff_slq),
+        "tail_ratio": number(report.tail_ratio.mean),
+        "tail_ratio_se": number(report.tail_ratio.se),
+        "r90": {"value": value, "is_lower_bound": is_bound},
+        "regime": report.regime.label,
+        "regime_title": report.regime.title,
+        "advice": report.advice,
+        "method": report.method,
+        "seed": report.seed,
+        "products": products(report.products),
+        "products_per_image": number(report.products.total / count),
+        "seconds": number(report.seconds),
+        "gradient_signal_ratio": number(sum(s.gradient_signal_ratio for s in report.samples) / count),
+        "convergence": [_convergence(row) for row in report.convergence],
+        "per_image": [_image(s, report, file) for s, file in zip(report.samples, files, strict=True)],
+    }
+
+
+def multiplicity_result(estimate: Estimate, layers: Sequence[int]) -> dict[str, Any]:
+    """K_eff over the images, how many independent layers the decoder really reads."""
+    values, errors = _floats(estimate.value), _floats(estimate.se)
+    return {
+        **summary(summarize(list(zip(values, errors, strict=True)))),
+        "layers": list(layers),
+        "per_image": [{"value": number(v), "se": number(e)} for v, e in zip(values, errors, strict=True)],
+    }
+
+
+def summary(value: Summary) -> dict[str, Any]:
+    return {
+        "mean": number(value.mean),
+        "std": number(value.std),
+        "se": number(value.se),
+        "estimation_se": number(value.estimation_se),
+        "interval": [number(end) for end in value.interval],
+    }
+
+
+def products(count: ProductCount) -> dict[str, int]:
+    return {"jvp": count.jvp, "vjp": count.vjp}
+
+
+def number(value: float) -> float | None:
+    """Strict JSON has no NaN and no infinity: they become null. Nine digits are more than any product is worth."""
+    return float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None
+
+
+def _convergence(row: ConvergenceRow) -> dict[str, Any]:
+    return {
+        "rounds": row.rounds,
+        "paper_q": row.paper_q,
+        "alignment_error": number(float(row.alignment_error.mean())),
+        "gradient_signal_ratio": number(float(row.gradient_signal_ratio.mean())),
+        "num_images": len(row.alignment_error),
+    }
+
+
+def _image(sample: SampleDiagnosis, report: Tractability, file: str) -> dict[str, Any]:
+    kappa, kappa_se = sample.kappa[report.ranks_used[0]]
+    at = {
+        str(asked): {"value": number(sample.kappa[used][0]), "se": number(sample.kappa[used][1])}
+        for asked, used in zip(report.ranks, report.ranks_used, strict=True)
+    }
+    return {
+        "file": file,
+        "kappa": number(kappa),
+        "kappa_se": number(kappa_se),
+        "kappa_at": at,
+        "cv": number(sample.cv),
+        "cv_patches": number(sample.cv_patches),
+        "r_eff_trunc": number(sample.r_eff_trunc),
+        "r_eff_slq": number(sample.r_eff_slq[0]),
+        "r_eff_slq_se": number(sample.r_eff_slq[1]),
+        "r90": {"value": sample.r90[0], "is_lower_bound": sample.r90[1]},
+        "energy": number(sample.energy[0]),
+        "energy_se": number(sample.energy[1]),
+        "gradient_signal_ratio": number(sample.gradient_signal_ratio),
+        "singular_values": [number(value) for value in sample.singular_values],
+    }
+
+
+def _floats(values: Tensor) -> list[float]:
+    return [float(value) for value in values.flatten()]
+
+
+def provenance(device: torch.device) -> dict[str, Any]:
+    """Where, when and with which versions something was computed."""
+    return {
+        "device": str(device),
+        "machine": machine(device),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "versions": {
+            "pullback": __version__,
+            "torch": torch.__version__,
+            "transformers": _version("transformers"),
+            "python": platform.python_version(),
+        },
+    }
+
+
+def machine(device: torch.device) -> str:
+    """For instance "AMD EPYC 9555, 2 cores, 8 GiB" or with ", NVIDIA H200 140 GiB" behind it."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    text = f"{_cpu_name()}, {cores} cores, {memory:.0f} GiB"
+    if device.type == "cuda":
+        card = torch.cuda.get_device_properties(device)
+        text += f", {card.name} {card.total_memory / 2**30:.0f} GiB"
+    return text
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo") as lines:
+            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,319 @@
+"""Heads of several layers and sizes from one stream of pictures.
+
+For random signs u in output space, one backward pass of <decoder(F), u> leaves (J_l)^T u at the features F^l of every
+layer l at once, and E |((J_l)^T u)_t|^2 = |J_l,t|_F^2: block norms of all layers for the price of the earliest.
+Pictures come in blocks as in `fresh_crops.py`. Beside its target every head predicts, from the state in front of its
+MLP, what the last layer will make of each token (leading principal components of the normed features, free with the
+forward pass): where pictures are few this says more about each of them. That part is thrown away afterwards.
+
+Training a head on pictures that are varied anew all the time, with targets as fast as the device computes them.
+
+Early layers need many different pictures. Block norms from a few VJPs cost a fifteenth of the top-r importance there
+and rank tokens nearly alike, so a head learns from many cheap targets first. Pictures come in blocks: block k follows
+from the seed and k alone, is used for ``steps_per_block`` steps and forgotten, so a stopped run goes on exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pullback.data.crops import CROPS, STRONG, Variation, varied
+from pullback.errors import PullbackError
+from pullback.geometry.importance import block_norms, quick_importance
+from pullback.learning.fit import CurrentBlock, Losses, Network, Share
+from pullback.learning.head import ImportanceHead
+from pullback.learning.losses import order_loss
+from pullback.learning.pretrained import Pretrained
+from pullback.learning.train_head import AnyProbe, HeadExamples, HeadTask, head_scores
+from pullback.operators import JacobianOperator
+from pullback.probes import ProbeMap
+from pullback.randnla import Streams
+from pullback.targets.recipe import targets_of
+
+
+@dataclass(frozen=True)
+class LayerBlock:
+    """n pictures at L layers."""
+
+    features: Tensor  # [L, n, N, D], float16
+    norms: Tensor  # [L, n, N], block norms
+    hints: Tensor  # [n, N, k], float16, spread 1: the last layer's principal components
+
+
+@dataclass(frozen=True)
+class LayerStream:
+    """Block k of varied pictures [n, 3, H, W] uint8, with block norms from ``num_probes`` backward passes."""
+
+    probe: ProbeMap  # its layer plays no part
+    layers: tuple[int, ...]
+    pictures: Tensor
+    size: int
+    block: int = 4096
+    variation: Variation = STRONG
+    num_probes: int = 2
+    num_hints: int = 64
+    batch: int = 256
+    seed: int = 0
+
+    def __call__(self, number: int) -> LayerBlock:
+        generator = Streams.from_seed(self.seed, 1, first=number).generators[0]
+        mean, directions = self._components
+        features, norms, hints = [], [], []
+        for _ in range(0, self.block, self.batch):
+            tokens, lengths, last = self._part(generator)
+            features.append(tokens.half())
+            norms.append(lengths)
+            hints.append(((last - mean) @ directions).clamp(-6, 6).half())
+        keep = slice(self.block)
+        return LayerBlock(torch.cat(features, 1)[:, keep], torch.cat(norms, 1)[:, keep], torch.cat(hints)[keep])
+
+    @cached_property
+    def _components(self) -> tuple[Tensor, Tensor]:
+        """From pictures of their own, so that a run that goes on has the same ones."""
+        if self.num_hints > self.probe.backbone.dim:
+            raise PullbackError(f"num_hints: expected at most {self.probe.backbone.dim}, got {self.num_hints}.")
+        generator = Streams.from_seed(self.seed, 1, first=-1).generators[0]
+        return principal_components(self._part(generator)[2], self.num_hints)
+
+    def _part(self, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+        rows = torch.randint(len(self.pictures), (self.batch,), generator=generator)
+        chosen = self.pictures[rows.to(self.pictures.device)].to(self.probe.device)
+        pictures = varied(chosen.float() / 255, self.size, self.variation, generator)
+        wanted = self.probe.backbone.preprocessing
+        mean, std = (pictures.new_tensor(values).view(3, 1, 1) for values in (wanted.mean, wanted.std))
+        draws = torch.Generator(self.probe.device).manual_seed(int(torch.randint(1 << 62, (), generator=generator)))
+        return block_norms_of_layers(
+            self.probe, (pictures - mean) / std, self.layers, num_probes=self.num_probes, generator=draws
+        )
+
+
+def block_norms_of_layers(
+    probe: ProbeMap, images: Tensor, layers: Sequence[int], *, num_probes: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(F^l [L, B, N, D], block norms [L, B, N], the normed last layer [B, N, D]) of images [B, 3, H, W].
+
+    On a GPU the blocks run in bf16 with a float32 residual stream: the products lose 1e-2, far less than their noise.
+    """
+    backbone, decoder = probe.backbone, probe.decoder
+    layout = backbone.token_layout(images)
+    rope, top = backbone.rope(layout), backbone.depth - 1
+    if not layers or list(layers) != sorted(set(layers)) or layers[-1] > max(decoder.layers):
+        raise PullbackError(
+            f"layers: expected different layers in ascending order, none above the last that the decoder reads "
+            f"({max(decoder.layers)}), got {list(layers)}."
+        )
+    with torch.autocast(images.device.type, torch.bfloat16, enabled=images.is_cuda):
+        with torch.no_grad():
+            # what the decoder reads below the first layer does not depend on it
+            below = [layer for layer in decoder.layers if layer < layers[0]]
+            states = {layer: tokens.float() for layer, tokens in backbone.features(images, [*below, layers[0]]).items()}
+        first = states[layers[0]].requires_grad_()
+        with torch.enable_grad():
+            for layer in range(layers[0] + 1, top + 1):
+                states[layer] = backbone.blocks[layer](states[layer - 1], rope)
+            taps = [states[layer][:, : decoder.rows] for layer in decoder.layers]
+            output = decoder.decode([backbone.norm(tap) if decoder.normed else tap for tap in taps], layout).flatten(1)
+            wanted = [states[layer] for layer in layers]
+            energy = torch.zeros(len(layers), *first.shape[:2], device=images.device)
+            for count in range(num_probes):
+                signs = 2.0 * torch.randint(0, 2, output.shape, generator=generator, device=images.device) - 1
+                pulled = torch.autograd.grad(
+                    output, wanted, signs.to(output.dtype), retain_graph=count < num_probes - 1
+                )
+                energy += torch.stack([part.float().square().sum(-1) for part in pulled])
+        last = backbone.norm(states[top].detach()).float()
+    return torch.stack([state.detach() for state in wanted]).float(), (energy / num_probes).sqrt(), last
+
+
+def principal_components(tokens: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Mean [D] and directions [D, count] of tokens [..., D], scaled so that every coordinate has spread 1."""
+    flat = tokens.flatten(0, -2).double()
+    mean = flat.mean(0)
+    values, vectors = torch.linalg.eigh((flat - mean).mT @ (flat - mean) / len(flat))
+    scale = values[-count:].clamp_min(1e-12 * float(values[-1])).rsqrt()
+    return mean.to(tokens.dtype), (vectors[:, -count:] * scale).to(tokens.dtype)
+
+
+@dataclass(frozen=True)
+class GroupConfig:
+    """Which heads: (name, place of its layer in the stream, width, rounds)."""
+
+    dim: int
+    hints: int
+    heads: tuple[tuple[str, int, int, int], ...]
+
+
+class HeadGroup(Pretrained):
+    """Heads that are trained side by side, each with a linear map from its state to the hints."""
+
+    kind, title = "head-group", "Importance heads"
+
+    def __init__(self, config: GroupConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.members = nn.ModuleDict()
+        self.helpers = nn.ModuleDict()
+        for name, _, width, rounds in config.heads:
+            self.members[name] = ImportanceHead(config.dim, width, rounds=rounds)
+            self.helpers[name] = nn.Linear(width, config.hints)
+
+    @classmethod
+    def config_from_dict(cls, stored: Mapping[str, Any]) -> GroupConfig:
+        return GroupConfig(stored["dim"], stored["hints"], tuple(tuple(head) for head in stored["heads"]))
+
+    @classmethod
+    def from_config(cls, config: GroupConfig) -> HeadGroup:
+        return cls(config)
+
+    def start_from(self, block: LayerBlock, count: int = 512) -> HeadGroup:
+        for name, place, _, _ in self.config.heads:
+            self.head(name).start_from(block.features[place, :count].float(), block.norms[place, :count])
+        return self
+
+    def head(self, name: str) -> ImportanceHead:
+        found = self.members[name]
+        assert isinstance(found, ImportanceHead)
+        return found
+
+    def forward(self, features: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        """[L, B, N, D] -> for every head its scores [B, N] and its guess of the hints [B, N, k]."""
+        out = {}
+        for name, place, _, _ in self.config.heads:
+            state = self.head(name).state(features[place])
+            out[name] = self.head(name).scores_of(state), self.helpers[name](state)
+        return out
+
+
+@dataclass(eq=False)
+class GroupTask:
+    """A `Task`: every head against the block norms of its layer, judged by the exact importance of held-out images.
+
+    ``dropout`` of the entries of the features, against learning the training pictures by heart.
+    """
+
+    blocks: Callable[[int], LayerBlock]
+    held_out: Sequence[HeadExamples]  # one per layer of the stream
+    group: HeadGroup
+    steps_per_block: int
+    hint_weight: float = 0.3
+    dropout: float = 0.0
+    _current: CurrentBlock[LayerBlock] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.dropout < 1:
+            raise PullbackError(f"dropout: expected a share from 0 up to, but without, 1, got {self.dropout}.")
+        self._current = CurrentBlock(self.blocks, self.steps_per_block)
+
+    def loss(self, network: Network, step: int, share: Share, generator: torch.Generator) -> Losses:
+        block = self._current.at(step)
+        rows = share.of(torch.randint(block.hints.shape[0], (share.batch,), generator=generator))
+        rows = rows.to(block.features.device)
+        found = network(self._dropped(block.features[:, rows].float(), generator))
+        hints = block.hints[rows].float()
+        losses = []
+        for name, place, _, _ in self.group.config.heads:
+            scores, guess = found[name]
+            helped = (guess.float() - hints).square().mean()
+            losses.append(order_loss(scores, block.norms[place, rows]) + self.hint_weight * helped)
+        return torch.stack(losses).sum(), {}
+
+    def _dropped(self, features: Tensor, generator: torch.Generator) -> Tensor:
+        """By draws that follow from the step, so that a run that goes on has the same ones."""
+        if not self.dropout:
+            return features
+        seed = int(torch.randint(1 << 62, (), generator=generator))
+        draws = torch.Generator(features.device).manual_seed(seed)
+        kept = torch.rand(features.shape, generator=draws, device=features.device) >= self.dropout
+        return features * kept / (1 - self.dropout)
+
+    def validate(self, network: Network) -> Mapping[str, float]:
+        """Of every head; the mean of their rho decides."""
+        scores: dict[str, float] = {}
+        for name, place, _, _ in self.group.config.heads:
+            found = head_scores(self.group.head(name), self.held_out[place])
+            scores |= {f"{name}/{key}": value for key, value in found.items() if key != "score"}
+        rho = [value for name, value in scores.items() if name.endswith("/rho")]
+        return {"score": sum(rho) / len(rho), **scores}
+
+
+@dataclass(frozen=True)
+class FreshCrops:
+    """Block k of varied pictures with their targets.
+
+    ``pictures`` [n, 3, H, W] uint8 on any device. ``num_probes``: so many VJPs for block norms; None: importance,
+    accurate, or with ``rounds`` as `quick_importance` has it.
+    """
+
+    probe: AnyProbe
+    pictures: Tensor
+    size: int
+    block: int = 2048
+    variation: Variation = CROPS
+    num_probes: int | None = 4
+    rank: int = 20
+    rounds: int | None = None
+    batch: int = 64
+    precision: str = "float32"
+    seed: int = 0
+
+    def __call__(self, number: int) -> HeadExamples:
+        generator = Streams.from_seed(self.seed, 1, first=number).generators[0]
+        features, targets = [], []
+        for _ in range(0, self.block, self.batch):
+            rows = torch.randint(len(self.pictures), (self.batch,), generator=generator)
+            chosen = self.pictures[rows.to(self.pictures.device)].to(self.probe.device)
+            pixels = self._normalised(varied(chosen.float() / 255, self.size, self.variation, generator))
+            with torch.no_grad():
+                part = self.probe.features(pixels)
+            seed = int(torch.randint(1 << 62, (), generator=generator))
+            targets.append(self._targets(part, seed).float())
+            features.append(part.as_subclass(Tensor).half())
+        layout = self.probe.backbone.token_layout(torch.empty(0, 3, self.size, self.size))
+        return HeadExamples.kept(torch.cat(features)[: self.block], torch.cat(targets)[: self.block], layout.prefix)
+
+    def _targets(self, features: Tensor, seed: int) -> Tensor:
+        if self.num_probes is None and self.rounds is None:
+            return targets_of(self.probe, features, self.rank, seed=seed, precision=self.precision).importance
+        operator = JacobianOperator(self.probe, features, precision=self.precision)
+        streams = Streams.from_seed(seed, len(features), features.device)
+        if self.num_probes is None:
+            width = min(operator.rows, self.rank + 12)
+            return quick_importance(
+                operator, features.shape[1], self.rank, width=width, rounds=self.rounds or 0, streams=streams
+            )
+        found = block_norms(operator, features.shape[1], num_probes=self.num_probes, streams=streams)
+        return found.squared.value.clamp_min(0).sqrt()
+
+    def _normalised(self, pictures: Tensor) -> Tensor:
+        wanted = self.probe.backbone.preprocessing
+        mean, std = (pictures.new_tensor(values).view(3, 1, 1) for values in (wanted.mean, wanted.std))
+        return (pictures - mean) / std
+
+
+@dataclass(eq=False)
+class FreshHeadTask:
+    """A `Task` whose examples are replaced every ``steps_per_block`` steps."""
+
+    blocks: Callable[[int], HeadExamples]
+    held_out: HeadExamples
+    steps_per_block: int
+    rank_weight: float = 0.5
+    _current: CurrentBlock[HeadTask] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._current = CurrentBlock(self._task, self.steps_per_block)
+
+    def _task(self, number: int) -> HeadTask:
+        return HeadTask([self.blocks(number)], self.held_out, self.rank_weight)
+
+    def loss(self, network: Network, step: int, share: Share, generator: torch.Generator) -> Losses:
+        return self._current.at(step).loss(network, step, share, generator)
+
+    def validate(self, network: Network) -> Mapping[str, float]:
+        return head_scores(network, self.held_out)

@@ -1,0 +1,131 @@
+"""How many tangents fit, and what to do when the guess was wrong.
+
+Which arithmetic the products use. Float32 means float32: TF32 is off unless asked for.
+
+CUDA graphs for products of a fixed shape: record the kernels once, replay them without launch cost.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.backends import cudnn
+
+from pullback.errors import NumericsError, PullbackError
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that a new allocation may hope for on this device."""
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
+    try:
+        with open("/proc/meminfo") as lines:
+            fields = dict(line.split(":", 1) for line in lines)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def tangents_that_fit(bytes_per_tangent: int, device: torch.device, share: float = 0.5) -> int:
+    return max(1, int(share * free_bytes(device) / max(1, bytes_per_tangent)))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """CUDA has a class for it; the CPU allocator raises a plain RuntimeError."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
+        isinstance(error, RuntimeError) and "not enough memory" in str(error)
+    )
+
+
+def is_too_large(error: BaseException) -> bool:
+    """Out of memory, or so large that a CUDA kernel cannot count its elements and refuses to start."""
+    refused = ("CUDA error: invalid argument", "CUDA error: invalid configuration argument", "canUse32BitIndexMath")
+    return is_out_of_memory(error) or (
+        isinstance(error, RuntimeError) and any(words in str(error) for words in refused)
+    )
+
+
+def apply_in_chunks(function: Callable[[Tensor], Tensor], stack: Tensor, chunk_size: int) -> tuple[Tensor, int]:
+    """function on [B, K, ...] in slices of K, halving the slice when it was too large; also the slice size that worked.
+
+    What was computed before memory ran out is kept.
+    """
+    done: list[Tensor] = []
+    start, count = 0, stack.shape[1]
+    while start < count:
+        stop = min(start + chunk_size, count)
+        try:
+            # columns arrive transposed; one copy here is cheaper than strided reads in every kernel after
+            done.append(function(stack[:, start:stop].contiguous()))
+            start = stop
+        except (RuntimeError, MemoryError) as error:
+            if not is_too_large(error) or stop - start == 1:
+                raise
+            chunk_size = max(1, (stop - start) // 2)
+            if stack.device.type == "cuda":
+                torch.cuda.empty_cache()
+    return (done[0] if len(done) == 1 else torch.cat(done, 1)), chunk_size
+
+
+PRECISIONS = ("float32", "tf32", "bf16")
+
+
+def check_precision(precision: str) -> None:
+    if precision not in PRECISIONS:
+        raise PullbackError(f"precision: expected one of {', '.join(PRECISIONS)}, got {precision!r}.")
+
+
+@contextmanager
+def matmul_precision(precision: str) -> Iterator[None]:
+    """TF32 on or off for matrix products and convolutions inside, as it was before outside."""
+    tf32 = precision != "float32"
+    matmul = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    try:
+        if cudnn.is_available():
+            kept = {"enabled": cudnn.enabled, "benchmark": cudnn.benchmark, "deterministic": cudnn.deterministic}
+            with cudnn.flags(**kept, allow_tf32=tf32):
+                yield
+        else:
+            yield
+    finally:
+        torch.set_float32_matmul_precision(matmul)
+
+
+class CapturedFunction:
+    """``function`` on inputs shaped like ``example``. Each call copies the input in and the output out.
+
+    The first replay is compared with an ordinary call, so that nothing the recording may have missed goes unnoticed.
+    """
+
+    def __init__(self, function: Callable[[Tensor], Tensor], example: Tensor) -> None:
+        self._input = example.clone()
+        side = torch.cuda.Stream(example.device)
+        side.wait_stream(torch.cuda.current_stream(example.device))
+        with torch.cuda.stream(side):  # libraries choose their kernels and workspaces before the recording
+            function(self._input)
+            expected = function(self._input)
+        torch.cuda.current_stream(example.device).wait_stream(side)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self._output = function(self._input)
+        self._check(expected)
+
+    def _check(self, expected: Tensor) -> None:
+        self._graph.replay()
+        error = (self._output - expected).double().norm() / expected.double().norm().clamp_min(1e-300)
+        if not error <= 1e-3:
+            raise NumericsError(
+                f"capture: the recorded product differs from the ordinary one by {error.item():.1e}, relative. "
+                "Pass capture=False to JacobianOperator, and please report it."
+            )
+
+    def __call__(self, value: Tensor) -> Tensor:
+        self._input.copy_(value)
+        self._graph.replay()
+        return self._output.clone()

@@ -1,0 +1,113 @@
+"""A few images for the figures: what became of their tokens, and of a dense output."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pullback.data.images import PixelFormat
+from pullback.pruning import StageRecord
+from pullback.pruning.compare_scores import BatchScores
+from pullback.pruning.compare_subject import Combination, Subject, degradation, measure_of
+from pullback.runs.documents import DROPPED, EXAMPLES, KEPT, MERGED, read_examples, write_arrays
+from pullback.tokens import TokenLayout
+
+MAX_IMAGES, MAX_PANELS = 4, 7
+_SIDE = 224
+
+
+def panels(wanted: Sequence[Combination], reference: str) -> list[Combination]:
+    """Of the first preset: the reference at every ratio; then, at the highest, the other presets and scores."""
+    first, highest = wanted[0].preset, max(combination.ratio for combination in wanted)
+    growing = [c for c in wanted if c.preset == first and c.score == reference]
+    top = [c for c in wanted if c.ratio == highest and c not in growing]
+    others = sorted(top, key=lambda c: (c.score != reference, c.preset != first))  # stable: their own order otherwise
+    return [*growing, *others][:MAX_PANELS]
+
+
+def write_examples(
+    folder: Path,
+    subject: Subject,
+    scores: BatchScores,
+    shown: Sequence[Combination],
+    images: Tensor,
+    pixels: PixelFormat,
+) -> None:
+    """What `report.prune_files.read_examples` describes, of the first of the images [B, 3, h, w] that the scores are
+    for; nothing where it is there already."""
+    names = [Path(key).name for key in scores.keys[:MAX_IMAGES]]
+    if _is_there(folder, shown, names):
+        return
+    layout, count = subject.backbone.token_layout(images), len(names)
+    full = subject.full(images)
+    measure = measure_of(subject.decoder.name, full)
+    fates, partners, values, after = [], [], [], []
+    for rule in shown:
+        plan = subject.plan(rule)
+        modes = scores.modes if plan.match == "task" else None
+        output, records = subject.pruned(images, plan, scores.per_stage(rule.score), modes)
+        fate, partner = _fates(records, layout, len(images))
+        fates.append(fate)
+        partners.append(partner)
+        values.append(
+            [row["value"] if row["value"] is not None else np.nan for row in degradation(measure, output, full)]
+        )
+        after.append(_map(output) if full.ndim == 3 else None)
+    arrays = {
+        "pictures": _pictures(images, pixels),
+        "names": np.array([Path(name).name for name in names]),
+        "presets": np.array([rule.preset for rule in shown]),
+        "scores": np.array([rule.score for rule in shown]),
+        "ratios": np.array([rule.ratio for rule in shown]),
+        "fates": np.stack(fates),
+        "partners": np.stack(partners),
+        "values": np.array(values),
+    }
+    if full.ndim == 3:
+        arrays |= {"before": _map(full[:count]), "after": np.stack([array for array in after if array is not None])}
+    write_arrays(folder / EXAMPLES, arrays)
+
+
+def _is_there(folder: Path, shown: Sequence[Combination], names: Sequence[str]) -> bool:
+    if not (folder / EXAMPLES).is_file():
+        return False
+    stored = read_examples(folder)
+    columns = (stored[name].tolist() for name in ("presets", "scores", "ratios"))
+    rules = [Combination(*row) for row in zip(*columns, strict=True)]
+    return rules == list(shown) and stored["names"].tolist() == list(names)
+
+
+def _fates(records: Sequence[StageRecord], layout: TokenLayout, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """What became of each patch and its partner [b, rows, columns], from what the stages did."""
+    fate = torch.full((count, layout.tokens), KEPT, dtype=torch.uint8)
+    partner = torch.full((count, layout.tokens), -1)
+    for record in records:
+        removed, merged = record.removed.cpu(), record.merged.cpu()
+        fate.scatter_(1, removed, torch.where(merged, MERGED, DROPPED).to(fate.dtype))
+        partner.scatter_(1, removed, record.partner.cpu() - layout.prefix)
+    return tuple(layout.patch_map(values)[:, 0].numpy() for values in (fate, partner))  # type: ignore[return-value]
+
+
+def _pictures(images: Tensor, pixels: PixelFormat) -> np.ndarray:
+    """uint8 [b, h, w, 3], the normalisation undone."""
+    mean, std = (images.new_tensor(values)[:, None, None] for values in (pixels.mean, pixels.std))
+    rgb = (images * std + mean).clamp(0, 1)
+    return _smaller(255 * rgb).round().byte().permute(0, 2, 3, 1).cpu().numpy()
+
+
+def _map(output: Tensor) -> np.ndarray:
+    return _smaller(output[:, None])[:, 0].cpu().numpy()
+
+
+def _smaller(maps: Tensor) -> Tensor:
+    """[b, c, h, w] -> at most 224 pixels on the longer side."""
+    height, width = maps.shape[-2:]
+    scale = _SIDE / max(height, width)
+    if scale >= 1:
+        return maps
+    return F.interpolate(maps, (round(height * scale), round(width * scale)), mode="area")

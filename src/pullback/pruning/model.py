@@ -1,0 +1,416 @@
+"""One call that makes a frozen model faster, and one that undoes it.
+
+Pruned models as folders: the plan, the heads, and the model itself.
+
+folder/pruned.json   plan, score of each stage, the networks whose metric d_task takes, class of the model
+folder/heads/0, ...  whatever the networks' own save_pretrained writes, each network once, whatever it is used for
+folder/model/        the model's own save_pretrained
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pullback.backbones import load_backbone
+from pullback.backbones.loading import first_line, locate, read_config, reader_of, write_network
+from pullback.backbones.outputs import FIXED_SIZE, assembler, check_output_class
+from pullback.errors import ModelError, PullbackError, ShapeError
+from pullback.pruning.forward import PrunedRun, forward, prepared
+from pullback.pruning.plan import PrunePlan
+from pullback.pruning.plan import preset as named_plan
+from pullback.pruning.scores import SCORES, HeadScore, Modes, Score, StageModes
+from pullback.vggt.pruning import PrunedVGGT
+
+Choice = str | nn.Module | Score
+EXTRAS = ("output_hidden_states", "output_attentions")
+logger = logging.getLogger(__name__)
+
+
+class PrunedModel(nn.Module):
+    """A model with its own call signature and output class, that removes tokens on the way.
+
+    ``model`` is the original, untouched: nothing is patched, its weights are shared, and several differently pruned
+    copies of it can live side by side. A plan that removes nothing calls it.
+    """
+
+    def __init__(
+        self, model: nn.Module, plan: PrunePlan, scores: Sequence[Choice], modes: Modes | nn.Module | None = None
+    ) -> None:
+        super().__init__()
+        _check_model(model)
+        self.model, self.plan = model, plan
+        self._take_apart()
+        self._assemble = assembler(self.backbone)
+        self.scores, self.modes = prepared(self.backbone, plan, scores, modes)
+        self.heads = nn.ModuleList(dict.fromkeys(score for score in self.scores if isinstance(score, nn.Module)))
+        self.eval()
+
+    @property
+    def config(self) -> Any:
+        return self.model.config
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.model.parameters()).dtype
+
+    @property
+    def main_input_name(self) -> str:
+        return "pixel_values"
+
+    def train(self, mode: bool = True) -> PrunedModel:
+        """Stays in evaluation mode, also inside a network that is trained: the model is frozen, and not ours alone."""
+        return super().train(False)
+
+    def forward(self, pixel_values: Tensor, **options: Any) -> Any:
+        if not isinstance(pixel_values, Tensor):
+            raise ShapeError(f"pixel_values: expected images [B, 3, H, W], got {type(pixel_values).__name__}.")
+        if self.plan.ratio == 0:
+            return self.model(pixel_values, **options)
+        as_tuple = self._as_tuple(options.pop("return_dict", None))
+        self._check(options)
+        self._check_size(pixel_values, bool(options.get("interpolate_pos_encoding")))
+        output = self.pruned(pixel_values)
+        return output.to_tuple() if as_tuple else output
+
+    def pruned(self, pixel_values: Tensor) -> Any:
+        """The model's output by the pruned route, whatever the ratio is."""
+        return self.with_record(pixel_values)[0]
+
+    def with_record(self, pixel_values: Tensor) -> tuple[Any, PrunedRun]:
+        """The same, and what each stage did."""
+        layers = self._layers()
+        run = self.run(pixel_values, layers)
+        layout = self.backbone.token_layout(self._whole_patches(pixel_values))
+        return self._assemble(self.backbone, dict(zip(layers, run.taps, strict=True)), layout), run
+
+    def run(self, pixel_values: Tensor, layers: Sequence[int]) -> PrunedRun:
+        """The tokens at some layers, and what each stage did."""
+        if not torch.compiler.is_compiling() and self._stale():
+            self._take_apart()
+        images = self._whole_patches(pixel_values)
+        return forward(self.backbone, images, self.plan, self.scores, layers=layers, modes=self.modes)
+
+    def save_pretrained(self, folder: str | Path) -> Path:
+        """The plan, the heads and the model, for `from_pretrained`."""
+        from pullback.pruning.model import save_pruned
+
+        return save_pruned(self, folder)
+
+    @classmethod
+    def from_pretrained(
+        cls, folder: str | Path, *, model: nn.Module | None = None, device: str | torch.device = "cpu"
+    ) -> PrunedModel:
+        """What `save_pretrained` wrote; ``model`` instead of the saved copy, where there is one already."""
+        from pullback.pruning.model import load_pruned
+
+        return load_pruned(folder, model=model, device=device)
+
+    def _layers(self) -> tuple[int, ...]:
+        return tuple(sorted({*self.backbone.hook_layers, self.backbone.depth - 1}))
+
+    def _whole_patches(self, images: Tensor) -> Tensor:
+        """The images [B, 3, H, W] without the pixels at the right and the bottom that fill no patch: the models' own
+        convolutions pass over them. An image without any patch is left to the backbone's error."""
+        patch = self.backbone.patch_size
+        height, width = images.shape[-2:]
+        if (height % patch == 0 and width % patch == 0) or min(height, width) < patch:
+            return images
+        return images[..., : height // patch * patch, : width // patch * patch]
+
+    def _as_tuple(self, return_dict: bool | None) -> bool:
+        """What was asked for, else what the configuration says, as transformers does."""
+        default = getattr(self.config, "return_dict", None)
+        if return_dict is False and default is None:
+            raise ModelError(f"return_dict: {type(self.model).__name__} has one form of output. Leave it out.")
+        return (default if return_dict is None else return_dict) is False
+
+    def _check(self, options: dict[str, Any]) -> None:
+        """Whatever would change the output is refused, also where the configuration asks for it."""
+        for name in EXTRAS:
+            if options.get(name) is None and getattr(self.config, name, False):
+                raise ModelError(
+                    f"{name}: the model's configuration asks for it, and a pruned model gives its output alone. Pass "
+                    f"{name}=False, or ask the original: pb.restore(model)."
+                )
+        wanted = [name for name, value in options.items() if value is not None and value is not False]
+        wanted = [name for name in wanted if name != "interpolate_pos_encoding"]
+        if wanted:
+            raise ModelError(
+                f"{wanted[0]}: a pruned model gives its output alone, because inner tokens are no longer those of the "
+                "model. Leave it out, or ask the original: pb.restore(model)."
+            )
+
+    def _check_size(self, images: Tensor, interpolate: bool) -> None:
+        """As the model: positions for another size than the trained one only where the caller asks for them."""
+        if interpolate or self.backbone.family not in FIXED_SIZE:
+            return
+        size = self.config.image_size
+        expected = (size, size) if isinstance(size, int) else tuple(size)
+        if tuple(images.shape[-2:]) != expected:
+            raise ShapeError(
+                f"pixel_values: {type(self.model).__name__} expects {expected[0]}x{expected[1]} pixels, got "
+                f"{'x'.join(str(side) for side in images.shape[-2:])}. Resize them, or pass "
+                "interpolate_pos_encoding=True."
+            )
+
+    def _take_apart(self) -> None:
+        """The backbone refers to the parameters that the model has now. They, and the layers that hold them, are kept
+        to notice others later."""
+        self.backbone = load_backbone(self.model)
+        self._places = [
+            (place, name, value)
+            for module in self.model.modules()
+            for place in (module._parameters, module._modules)
+            for name, value in place.items()
+        ]
+
+    def _stale(self) -> bool:
+        """Whether a parameter or a layer was replaced: by load_state_dict(..., assign=True), or by hand."""
+        return any(place.get(name) is not value for place, name, value in self._places)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> PrunedModel:
+        """After a change of dtype or device the backbone refers to the new parameters."""
+        super()._apply(fn, recurse)
+        self._take_apart()
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy takes its own model apart: parts of parameters would else be copies of their own, and stay behind."""
+        return {name: value for name, value in self.__dict__.items() if name not in ("backbone", "_places")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._take_apart()
+
+
+def prune(
+    model: nn.Module,
+    score: Choice | Sequence[Choice],
+    *,
+    ratio: float | Sequence[float],
+    stages: Sequence[int],
+    preset: str = "best",
+    dense: bool | None = None,
+    modes: Modes | nn.Module | None = None,
+) -> PrunedModel:
+    """A frozen model that removes the tokens that its task hardly uses.
+
+    ``model``: a transformers DINOv2, CLIP vision, ViT or Depth Anything model, or one of ours, in evaluation mode.
+    ``score``: an importance head, a name (random, tome, strided, evit, norm, cls-similarity) or a function of the
+    tokens [B, N, D] and the context; one for all stages, or one for each. ``ratio``: share of the patch tokens that is
+    removed in the end, split equally over the stages, or a share for each. ``stages``: removal after these blocks.
+    ``dense``: all patch tokens come back in the output, for decoders that read them (default: where the model has such
+    a decoder). ``modes``: preset "paper" on class tokens matches by d_task, with the metric of a Spectral Pullback
+    Network: the score itself, or this one; or with exact modes, a function.
+    """
+    scores: list[Any] = list(score) if isinstance(score, (list, tuple, nn.ModuleList)) else [score]
+    pruned = PrunedModel(model, plan_for(model, preset, ratio, stages, dense=dense), scores, modes)
+    for note in pruned.plan.notes(pruned.backbone.depth):
+        logger.warning(note)
+    return pruned
+
+
+def plan_for(
+    model: nn.Module, preset: str, ratio: float | Sequence[float], stages: Sequence[int], *, dense: bool | None = None
+) -> PrunePlan:
+    """A named plan for this model; ``dense`` as in `prune`."""
+    _check_model(model)
+    backbone = load_backbone(model)
+    if dense is None:
+        dense = bool(backbone.hook_layers)
+    if not dense and backbone.hook_layers:
+        raise PullbackError(f"dense: the decoder of {backbone.name} reads all patch tokens, so they must come back.")
+    return named_plan(preset, ratio, stages, dense=dense, depth=backbone.depth)
+
+
+def _check_model(model: Any) -> None:
+    """Refuse what is no model, is pruned already, or returns what a pruned copy cannot."""
+    if isinstance(model, (PrunedModel, PrunedVGGT)):
+        raise ModelError("model: it is pruned already. Prune the original: pb.prune(pb.restore(model), ...).")
+    if isinstance(model, (str, os.PathLike)):
+        raise ModelError(
+            f"model: expected a module, got the name {os.fspath(model)!r}. Load it first: "
+            f"pb.load_probe({os.fspath(model)!r}).backbone.model."
+        )
+    if not isinstance(model, nn.Module):
+        raise ModelError(
+            f"model: expected a module, got {type(model).__name__}. Of a probe it is probe.backbone.model."
+        )
+    check_output_class(model)
+
+
+def restore(pruned: nn.Module) -> nn.Module:
+    """The model that was pruned, exactly as it was."""
+    if not isinstance(pruned, (PrunedModel, PrunedVGGT)):
+        raise ModelError(f"pruned: expected what pb.prune or pb.prune_views returned, got {type(pruned).__name__}.")
+    return pruned.model
+
+
+DOCUMENT, HEADS, MODEL = "pruned.json", "heads", "model"
+MODES = "modes"  # where older folders have the networks of d_task, by stage
+
+
+def save_pruned(pruned: PrunedModel, folder: str | Path) -> Path:
+    """Write all of it; the folder is made where it is missing. What cannot be saved is refused before that."""
+    folder = Path(folder)
+    if pruned.modes is not None and not isinstance(pruned.modes, StageModes):
+        raise ModelError(
+            "pruned: the modes of d_task are a function, which cannot be saved. Take a Spectral Pullback Network, or "
+            "save the plan and prune again where it is loaded."
+        )
+    modes: dict[str, Any] = {} if pruned.modes is None else dict(pruned.modes.networks.items())
+    scores = [_name_or_network(score, number) for number, score in enumerate(pruned.scores)]
+    networks = list(dict.fromkeys(choice for choice in [*scores, *modes.values()] if not isinstance(choice, str)))
+    entries = {network: _entry(network, number) for number, network in enumerate(networks)}
+    document = {
+        "plan": asdict(pruned.plan),
+        "scores": [{"name": choice} if isinstance(choice, str) else entries[choice] for choice in scores],
+        "modes": {layer: entries[network] for layer, network in modes.items()},
+        "class": _address(pruned.model),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    for network, entry in entries.items():
+        network.save_pretrained(folder / entry["head"])
+    _write_model(pruned.model, folder / MODEL)
+    (folder / DOCUMENT).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    return folder
+
+
+def load_pruned(
+    folder: str | Path, *, model: nn.Module | None = None, device: str | torch.device = "cpu"
+) -> PrunedModel:
+    """What `save_pruned` wrote. ``model``: use this one instead of the saved copy."""
+    folder = Path(folder)
+    try:
+        document = json.loads((folder / DOCUMENT).read_text(encoding="utf-8"))
+        plan, address = PrunePlan(**document["plan"]), str(document["class"])
+        scores = [_Use.of(entry) for entry in document["scores"]]
+        modes = {int(layer): _Use.of_modes(layer, entry) for layer, entry in document["modes"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(
+            f"folder: {folder} holds no pruned model that can be read ({type(error).__name__}: {error}). Expected one "
+            "that save_pretrained wrote."
+        ) from None
+    # one network for all its uses, as it was
+    networks = {use: _read_network(use, folder) for use in dict.fromkeys([*scores, *modes.values()]) if use.address}
+    own = _read_model(address, folder) if model is None else model
+    choices = [networks.get(use, use.place) for use in scores]
+    known = {layer: networks[use] for layer, use in modes.items()}
+    return PrunedModel(own, plan, choices, StageModes(known) if known else None).to(device)
+
+
+@dataclass(frozen=True)
+class _Use:
+    """One entry of the document: a network by folder and class, or, without a class, a score by name."""
+
+    place: str
+    address: str = ""
+    dtype: str = ""
+
+    @classmethod
+    def of(cls, entry: dict[str, str]) -> _Use:
+        if "name" in entry:
+            return cls(entry["name"])
+        return cls(entry["head"], entry["class"], entry.get("dtype", ""))
+
+    @classmethod
+    def of_modes(cls, layer: str, entry: dict[str, str] | str) -> _Use:
+        return cls(f"{MODES}/{layer}", entry) if isinstance(entry, str) else cls.of(entry)
+
+
+def _name_or_network(score: Any, number: int) -> Any:
+    for name, known in SCORES.items():
+        if known is score:
+            return name
+    if isinstance(score, HeadScore) and hasattr(score.head, "save_pretrained"):
+        return score.head
+    raise ModelError(f"score: stage {number} uses a function of your own, which cannot be saved. Use a name or a head.")
+
+
+def _entry(network: nn.Module, number: int) -> dict[str, str]:
+    if not hasattr(network, "save_pretrained"):
+        raise ModelError(f"modes: {type(network).__name__} has no save_pretrained. Use a SpectralPullbackNetwork.")
+    entry = {"head": f"{HEADS}/{number}", "class": _address(network)}
+    dtypes = {str(parameter.dtype).removeprefix("torch.") for parameter in network.parameters()}
+    return entry | {"dtype": dtypes.pop()} if len(dtypes) == 1 else entry
+
+
+def _read_network(use: _Use, folder: Path) -> nn.Module:
+    """The network in its own dtype, which from_pretrained does not keep."""
+    kind, place = _class(use.address), folder / use.place
+    if not place.is_dir():
+        raise ModelError(f"folder: {folder} has no {use.place}/, which {DOCUMENT} names. Save the pruned model again.")
+    dtype = getattr(torch, use.dtype, None)
+    network: nn.Module = kind.from_pretrained(place)
+    return network.to(dtype) if isinstance(dtype, torch.dtype) else network
+
+
+def _write_model(model: Any, folder: Path) -> None:
+    if hasattr(model, "save_pretrained"):
+        model.save_pretrained(folder)
+    else:
+        write_network(model, folder)
+
+
+def _read_model(address: str, folder: Path) -> nn.Module:
+    place = folder / MODEL
+    if not place.is_dir():
+        raise ModelError(
+            f"folder: {folder} has no {MODEL}/. Save the pruned model again, or pass the model that it was made of: "
+            "from_pretrained(folder, model=model)."
+        )
+    if address.startswith("pullback."):
+        return _read_own(place)
+    try:
+        return _class(address).from_pretrained(place).eval()
+    except PullbackError:
+        raise
+    except Exception as error:  # transformers raises OSError, ValueError, KeyError and others of safetensors here
+        raise ModelError(f"folder: the model in {place} could not be loaded: {first_line(error)}") from None
+
+
+def _read_own(place: Path) -> nn.Module:
+    """A network of ours in the dtype of its file; `load_backbone` would make it float32."""
+    locate(str(place))  # says what is missing
+    config = read_config(str(place), "")
+    reader = reader_of(config)
+    if reader is None:
+        raise ModelError(f"folder: {place} holds {config['model_type']}, which is no network of this package.")
+    return reader(str(place), config).eval().requires_grad_(False)
+
+
+def _address(thing: Any) -> str:
+    return f"{type(thing).__module__}:{type(thing).__qualname__}"
+
+
+def _class(address: str) -> Any:
+    """The class at this address, from this package or transformers: a file does not choose what else is imported."""
+    module, _, name = address.partition(":")
+    if module.partition(".")[0] not in ("pullback", "transformers"):
+        raise ModelError(
+            f"folder: {DOCUMENT} names the class {address}, which is neither pullback's nor transformers'."
+        )
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError):
+        found = None
+    if not hasattr(found, "from_pretrained"):
+        raise ModelError(
+            f"folder: {DOCUMENT} names the class {address}, which this release has not, or which cannot be loaded from "
+            "a folder. Is it one of a newer release?"
+        )
+    return found

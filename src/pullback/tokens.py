@@ -1,0 +1,107 @@
+"""Where the tokens of a sample sit: views, prefix tokens, patch grid.
+
+Features that remember what a probe map needs besides them: the token layout, and the layers below the probe.
+
+A decoder that reads layers below the probe layer keeps them constant, so they must travel with the features. They do
+through sums, scalings, dtype and device changes, and slices of the batch, so that ``probe(F + step * V)`` and
+``probe(F[:1])`` mean what they say; of two features that are added, the first's stay. Whatever else is done to them
+gives a plain tensor: after a flip or a sort the tokens would no longer be where the constants are.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pullback.errors import ShapeError
+
+
+@dataclass(frozen=True)
+class TokenLayout:
+    """``views`` times (``prefix`` class or register tokens, then grid[0] x grid[1] patches, row by row)."""
+
+    prefix: int
+    grid: tuple[int, int]
+    views: int = 1
+
+    @property
+    def patches(self) -> int:
+        return self.grid[0] * self.grid[1]
+
+    @property
+    def tokens(self) -> int:
+        return self.views * (self.prefix + self.patches)
+
+    def patch_mask(self) -> Tensor:
+        """[N] bool, true at patch tokens."""
+        view = torch.arange(self.prefix + self.patches) >= self.prefix
+        return view.repeat(self.views)
+
+    def patch_map(self, per_token: Tensor) -> Tensor:
+        """[B, N, ...] -> [B, views, rows, columns, ...], prefix tokens dropped."""
+        split = per_token.unflatten(1, (self.views, -1))
+        return split[:, :, self.prefix :].unflatten(2, self.grid)
+
+    @staticmethod
+    def square(tokens: int, prefix: int) -> TokenLayout:
+        """The layout of a square image with this many tokens."""
+        side = math.isqrt(max(0, tokens - prefix))
+        if side == 0 or side * side != tokens - prefix:
+            raise ShapeError(
+                f"features: {tokens} tokens with {prefix} prefix tokens do not make a square grid, so the image shape "
+                "must come along. Pass what probe.features(images) returned, or slices and sums of it."
+            )
+        return TokenLayout(prefix, (side, side))
+
+
+# by name, without the underscores of `__radd__` and `add_`: arithmetic, and changes of dtype, device or graph
+_KEEPING = {
+    *("add", "radd", "iadd", "sub", "rsub", "isub", "mul", "rmul", "imul", "div", "truediv", "itruediv", "neg", "lerp"),
+    *("to", "type", "type_as", "float", "double", "half", "bfloat16", "cpu", "cuda", "contiguous"),
+    *("clone", "detach", "requires_grad"),
+}
+
+
+class Features(torch.Tensor):
+    """[B, N, D] with ``token_layout`` and ``below`` (layer -> constant tokens [B, N, D])."""
+
+    token_layout: TokenLayout
+    below: dict[int, Tensor]
+
+    @staticmethod
+    def attach(tokens: Tensor, layout: TokenLayout, below: dict[int, Tensor]) -> Features:
+        features = tokens.as_subclass(Features)
+        features.token_layout, features.below = layout, below
+        return features
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():  # so that whatever is new comes out as a plain tensor
+            return cls._keep(func(*args, **(kwargs or {})), func, args)
+
+    @staticmethod
+    def _keep(out: Any, func: Any, args: Any) -> Any:
+        source = next((arg for arg in args if isinstance(arg, Features) and hasattr(arg, "token_layout")), None)
+        if source is None or out is source:
+            return out
+        if func is torch.Tensor.__getitem__:
+            return _slice(out, source, args[1])
+        if func.__name__.strip("_") in _KEEPING and out.shape == source.shape:
+            return _follow(out, source, lambda constant: constant.to(dtype=out.dtype, device=out.device))
+        return out
+
+
+def _slice(out: Tensor, source: Features, index: Any) -> Tensor:
+    rows = index[0] if isinstance(index, tuple) else index
+    whole = all(part == slice(None) for part in index[1:]) if isinstance(index, tuple) else True
+    if out.ndim == source.ndim and out.shape[1:] == source.shape[1:] and whole:
+        return _follow(out, source, lambda constant: constant[rows])
+    return out
+
+
+def _follow(out: Tensor, source: Features, change: Any) -> Features:
+    return Features.attach(out, source.token_layout, {layer: change(value) for layer, value in source.below.items()})

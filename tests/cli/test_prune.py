@@ -1,0 +1,285 @@
+"""`pullback prune` on the embedded model: what it writes, what it says, how it goes on, and how it fails."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import typer
+from click.testing import Result
+from typer.testing import CliRunner
+
+from pullback.cli import prune_rows
+from pullback.cli.common import BAD_INPUT, INTERRUPTED
+from pullback.cli.prune import prune
+from pullback.experiments.demo import write_pictures
+from pullback.learning.head import HeadConfig, ImportanceHead
+from pullback.learning.spn import SpectralPullbackNetwork, SpnConfig
+from pullback.scenes.render import render
+from pullback.targets.origin import Origin
+
+app = typer.Typer()
+app.command()(prune)
+PNG = b"\x89PNG\r\n"
+SMALL = ("--size", 56, "--device", "cpu", "--batch", 2, "--ratios", "0.25,0.5", "--stages", 4)
+PLAIN = (*SMALL, "--time", "none", "--scores", "random,norm")
+
+
+@pytest.fixture
+def no_figures(monkeypatch):
+    """A process for each figure costs seconds, and two tests are enough for them."""
+    monkeypatch.setattr("pullback.report.drawing.importlib.util.find_spec", lambda name: None)
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory) -> Path:
+    """Three pictures and, first of all, a file that is none."""
+    folder = tmp_path_factory.mktemp("pictures")
+    write_pictures(render(range(3), size=64), folder)
+    (folder / "00-broken.png").write_bytes(b"not a picture")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory) -> Path:
+    torch.manual_seed(0)
+    config = HeadConfig(192, 16, 2, origin=Origin(family="tiny-scenes", layer=4))
+    return ImportanceHead.from_config(config).save_pretrained(tmp_path_factory.mktemp("head"))
+
+
+def run(photos: object, out: Path, *options: object) -> Result:
+    runner = CliRunner(env={"FORCE_COLOR": None, "TTY_COMPATIBLE": None})
+    return runner.invoke(app, [str(a) for a in ("tiny-scenes", "--images", photos, "--out", out, *options)])
+
+
+def rows(out: Path) -> list[dict]:
+    return [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
+
+
+def summary(out: Path) -> dict:
+    def refuse(constant: str) -> float:
+        raise AssertionError(f"{constant} is not JSON")
+
+    return json.loads((out / "summary.json").read_text(), parse_constant=refuse)
+
+
+@pytest.fixture(scope="module")
+def compared(photos, head, tmp_path_factory) -> tuple[Result, Path]:
+    """Everything at once: a head, exact scores, several presets, literature, timing."""
+    out = tmp_path_factory.mktemp("prune") / "new" / "folder"
+    options = ("--head", head, "--scores", "random,importance,exact,block-norm", "--rank", 3)
+    options += ("--preset", "best,paper,tome")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pullback.pruning.compare_cost._SECONDS", 0.0)
+        result = run(photos, out, *SMALL, *options, "--time", "1,2")
+    assert result.exit_code == 0, result.output
+    return result, out
+
+
+def test_every_image_has_a_row_for_every_rule(compared):
+    _, out = compared
+    found = rows(out)
+    rules = {(row["preset"], row["score"], row["ratio"]) for row in found}
+    assert len(rules) == (2 * 4 + 1) * 2 and len(found) == 3 * len(rules)
+    assert ("tome", "tome", 0.5) in rules and ("tome", "random", 0.5) not in rules, "a preset with its own score"
+    for row in found:
+        assert set(row) == {
+            "model", "weights", "commit", "seed", "decoder", "layer", "preset", "score", "ratio", "measure", "image",
+            "value",
+        }  # fmt: skip
+        assert row["layer"] == [4] and row["measure"] == "cosine" and 0 <= row["value"] < 200
+    assert {row["image"] for row in found} == {f"scene-0{number}.png" for number in range(3)}
+
+
+def test_the_summary_has_means_intervals_and_tests_against_importance(compared):
+    _, out = compared
+    document = summary(out)
+    assert document["reference"] == "importance" and document["images_compared"] == 3
+    assert document["skipped"][0]["file"].endswith("00-broken.png")
+    values = {(row["preset"], row["score"], row["ratio"], row["image"]): row["value"] for row in rows(out)}
+    for rule in document["rules"]:
+        own = [values[rule["preset"], rule["score"], rule["ratio"], f"scene-0{number}.png"] for number in range(3)]
+        assert rule["mean"] == pytest.approx(np.mean(own)) and rule["interval"][0] <= rule["mean"]
+        against = [(test["preset"], test["score"]) for test in rule["tests"]]
+        assert against == {
+            ("best", "importance"): [],
+            ("paper", "importance"): [("best", "importance")],
+            ("tome", "tome"): [("best", "importance")],
+        }.get(
+            (rule["preset"], rule["score"]),
+            [("best", "importance")] if rule["preset"] == "best" else [("paper", "importance"), ("best", "importance")],
+        )
+        for test in rule["tests"]:
+            other = [values[test["preset"], test["score"], rule["ratio"], f"scene-0{n}.png"] for n in range(3)]
+            assert test["difference"] == pytest.approx(np.mean(own) - np.mean(other))
+            assert 0 <= test["p_value"] <= 1
+
+
+def test_cost_is_measured_where_no_jacobian_is_involved(compared):
+    _, out = compared
+    document = summary(out)
+    for rule in document["rules"]:
+        if rule["score"] in ("exact", "block-norm") or rule["preset"] == "paper":  # its matching needs exact modes
+            assert rule["cost"] is None
+            continue
+        assert set(rule["cost"]["milliseconds"]) == {"1", "2"}
+        for entry in rule["cost"]["milliseconds"].values():
+            assert entry["speedup"] == pytest.approx(entry["unpruned"] / entry["median"])
+    saved = {rule["ratio"]: rule["cost"]["flops"] for rule in document["rules"] if rule["preset"] == "tome"}
+    assert saved[0.5] < saved[0.25] < document["unpruned"]["flops"]
+
+
+def test_figures_are_drawn_and_the_tables_printed(compared):
+    result, out = compared
+    for name in ("prune.png", "tokens.png"):
+        assert (out / name).read_bytes().startswith(PNG) and name in result.output
+    assert not (out / "output.png").exists(), "an embedding is no picture"
+    for words in ("cosine degradation × 100", "η = 0.25", "importance", "GFLOPs/image", "ms, batch 2", "00-broken.png"):
+        assert words in result.output
+
+
+def test_the_fates_of_patches_add_up(compared):
+    _, out = compared
+    with np.load(out / "examples.npz") as arrays:
+        fates, partners, ratios = arrays["fates"], arrays["partners"], arrays["ratios"]
+        assert fates.shape == partners.shape == (len(ratios), 2, 4, 4) and arrays["pictures"].shape == (2, 56, 56, 3)
+        for fate, partner, ratio in zip(fates, partners, ratios, strict=True):
+            assert ((fate > 0).sum((1, 2)) == round(16 * ratio)).all()
+            assert (partner[fate == 0] == -1).all()
+
+
+def test_a_second_run_computes_nothing_and_more_is_added(photos, tmp_path, monkeypatch, no_figures):
+    assert run(photos, tmp_path, *PLAIN, "--limit", 2).exit_code == 0
+    before = rows(tmp_path)
+    monkeypatch.setattr(prune_rows, "_pruned", lambda *_: pytest.fail("a row was computed again"))
+    again = run(photos, tmp_path, *PLAIN, "--limit", 2)
+    assert again.exit_code == 0, again.output
+    assert "no figures: they need matplotlib" in again.output
+    assert rows(tmp_path) == before
+    monkeypatch.undo()
+    more = run(photos, tmp_path, *PLAIN, "--ratios", "0.5,0.75", "--preset", "best,drop")
+    assert more.exit_code == 0, more.output
+    assert rows(tmp_path)[: len(before)] == before
+    assert {row["ratio"] for row in rows(tmp_path)} == {0.25, 0.5, 0.75}
+    document = summary(tmp_path)
+    assert document["ratios"] == [0.5, 0.75] and document["images"] == 3
+
+
+def test_random_scores_do_not_depend_on_batches(photos, tmp_path, no_figures):
+    one, all_at_once = tmp_path / "one", tmp_path / "all"
+    assert run(photos, one, *PLAIN, "--batch", 1).exit_code == 0
+    assert run(photos, all_at_once, *PLAIN, "--batch", 3).exit_code == 0
+
+    def values(out: Path) -> dict:
+        return {(row["score"], row["ratio"], row["image"]): row["value"] for row in rows(out)}
+
+    first, second = values(one), values(all_at_once)
+    assert first.keys() == second.keys()
+    assert all(first[key] == pytest.approx(second[key], rel=1e-3) for key in first)
+
+
+def test_an_interruption_keeps_what_is_done_and_half_a_line_is_forgotten(photos, tmp_path, monkeypatch, no_figures):
+    real, calls = prune_rows._pruned, []
+
+    def interrupted(*arguments):
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return real(*arguments)
+
+    monkeypatch.setattr(prune_rows, "_pruned", interrupted)
+    result = run(photos, tmp_path, *PLAIN)
+    assert result.exit_code == INTERRUPTED
+    assert f"kept in {tmp_path}/: 4 rows; the same command goes on from there" in result.output
+    with open(tmp_path / "rows.jsonl", "a") as file:
+        file.write('{"preset": "be')
+    monkeypatch.setattr(prune_rows, "_pruned", real)
+    assert run(photos, tmp_path, *PLAIN).exit_code == 0
+    assert len(rows(tmp_path)) == 3 * 4
+
+
+def test_changed_settings_are_refused_and_a_head_may_come_later(photos, head, tmp_path, no_figures):
+    assert run(photos, tmp_path, *PLAIN, "--limit", 1).exit_code == 0
+    changed = run(photos, tmp_path, *PLAIN, "--seed", 3, "--precision", "bf16")
+    assert changed.exit_code == BAD_INPUT
+    for words in ("holds a comparison with other settings", "seed: 0 there, 3 asked for", "precision: 'float32' there"):
+        assert words in changed.output
+    assert run(photos, tmp_path, *PLAIN, "--limit", 1, "--scores", "importance", "--head", head).exit_code == 0
+    assert run(photos, tmp_path, *PLAIN, "--limit", 1).exit_code == 0
+    assert json.loads((tmp_path / "settings.json").read_text())["head"] is not None, "rows of the head are still there"
+
+
+def test_depth_is_measured_by_silog_and_shown_before_and_after(photos, tmp_path):
+    result = run(photos, tmp_path, *PLAIN, "--decoder", "depth", "--preset", "best,strided", "--limit", 2)
+    assert result.exit_code == 0, result.output
+    assert "additional SILog × 100" in result.output and (tmp_path / "output.png").read_bytes().startswith(PNG)
+    for row in rows(tmp_path):
+        assert row["value_085"] >= row["value"] > 0 and 0 <= row["floored"] <= 1
+    assert all({"mean_085", "floored"} <= set(rule) for rule in summary(tmp_path)["rules"])
+
+
+def test_two_stages_take_a_head_each_and_the_matching_takes_an_spn(photos, head, tmp_path, no_figures):
+    torch.manual_seed(0)
+    later = HeadConfig(192, 16, 2, origin=Origin(family="tiny-scenes", layer=8))
+    second = ImportanceHead.from_config(later).save_pretrained(tmp_path / "head8")
+    spns = [
+        SpectralPullbackNetwork.from_config(
+            SpnConfig(192, 2, 16, 2, origin=Origin(family="tiny-scenes", layer=layer))
+        ).save_pretrained(tmp_path / f"spn{layer}")
+        for layer in (4, 8)
+    ]
+    options = ("--stages", "4,8", "--head", f"{head},{second}", "--spn", ",".join(map(str, spns)), "--limit", 1)
+    result = run(photos, tmp_path / "out", *PLAIN, *options, "--scores", "importance,spn", "--preset", "paper")
+    assert result.exit_code == 0, result.output
+    assert {row["score"] for row in rows(tmp_path / "out")} == {"importance", "spn"}
+    assert "after blocks 4, 8" in result.output
+
+
+def test_knn_votes_come_from_a_bank_with_classes(photos, tmp_path, no_figures):
+    for folder, numbers in {"bank": range(2, 6), "queries": range(2)}.items():
+        for number in numbers:
+            write_pictures(render([number], size=64), tmp_path / folder / f"class-{number % 2}")
+    options = ("--bank", tmp_path / "bank", "--scores", "norm")
+    result = run(tmp_path / "queries", tmp_path / "out", *PLAIN, *options)
+    assert result.exit_code == 0, result.output
+    found = rows(tmp_path / "out")
+    assert all(isinstance(row["knn"], bool) for row in found)
+    assert sum(row["preset"] == "unpruned" for row in found) == 2
+    assert "k-NN top-1 in % (unpruned" in result.output and (tmp_path / "out" / "bank.npz").is_file()
+
+
+def test_bf16_changes_little(photos, tmp_path, no_figures):
+    assert run(photos, tmp_path / "a", *PLAIN, "--limit", 1, "--scores", "norm").exit_code == 0
+    assert run(photos, tmp_path / "b", *PLAIN, "--limit", 1, "--scores", "norm", "--precision", "bf16").exit_code == 0
+    exact, lower = ([row["value"] for row in rows(tmp_path / name)] for name in "ab")
+    assert exact != lower and lower == pytest.approx(exact, rel=0.5, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--ratios", "a"), "ratios: expected a list such as 0.1,0.3, got 'a'"),
+        (("--ratios", "1.0"), "ratio: expected a share of the patch tokens from 0 up to, but without, 1, got 1"),
+        (("--stages", "8,4"), "stages: expected ascending blocks"),
+        (("--stages", "11"), "stages: expected blocks from 0 to 10"),
+        (("--scores", "wisdom"), "scores: expected some of importance, exact, block-norm"),
+        (("--scores", "importance"), "scores: 'importance' needs --head DIR"),
+        (("--scores", "spn"), "scores: 'spn' needs --spn DIR"),
+        (("--preset", "worst"), "preset: expected one of best, paper"),
+        (("--time", "soon"), "time: expected auto, none or batch sizes such as 1,8,64, got 'soon'"),
+        (("--decoder", "depth", "--bank", "."), "bank: k-NN classifies embeddings"),
+        (("--head", "a,b"), "head: expected one folder for each of the stages [4], got 2"),
+        (("--size", "30"), "30x30 pixels are not divisible by the patch size 14"),
+    ],
+)
+def test_wrong_options_are_explained(photos, tmp_path, options, message, no_figures):
+    result = run(photos, tmp_path / "out", *PLAIN, *options)
+    assert result.exit_code == BAD_INPUT and message in result.output, result.output
+    assert "Traceback" not in result.output and not (tmp_path / "out").exists()
+
+
+def test_a_head_of_another_layer_is_refused(photos, head, tmp_path, no_figures):
+    result = run(photos, tmp_path / "out", *PLAIN, "--stages", 6, "--head", head)
+    assert result.exit_code == BAD_INPUT
+    assert "head: it was trained for layer 4, and is used with layer 6" in result.output

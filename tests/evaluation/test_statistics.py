@@ -1,0 +1,81 @@
+"""The paired test against scipy's own, and intervals that cover as often as they say."""
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from pullback.errors import PullbackError, ShapeError
+from pullback.evaluation.statistics import bootstrap_mean, compare_paired, wilcoxon_p
+
+
+def pairs(count: int, shift: float, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    generator = np.random.default_rng(seed)
+    level = generator.lognormal(size=count)  # images differ more than rules do: what pairing is for
+    return level, level + shift + 0.1 * generator.standard_normal(count)
+
+
+@pytest.mark.parametrize("count", [12, 200])
+@pytest.mark.parametrize("shift", [0.0, 0.05, 0.3])
+def test_the_p_value_is_scipys(count, shift):
+    first, second = pairs(count, shift)
+    assert wilcoxon_p(first, second) == pytest.approx(stats.wilcoxon(first, second).pvalue, rel=1e-12)
+
+
+def test_rules_that_never_differ_have_p_one():
+    assert wilcoxon_p([1.0, 2.0, 3.0], [1.0, 2.0, 3.0]) == 1.0
+    assert wilcoxon_p([1.0], [2.0]) == 1.0
+
+
+def test_the_bootstrap_agrees_with_scipys():
+    values, _ = pairs(200, 0.0)
+    ours = bootstrap_mean(values, generator=np.random.default_rng(1))
+    theirs = stats.bootstrap((values,), np.mean, method="percentile", n_resamples=10_000, rng=np.random.default_rng(2))
+    width = ours.high - ours.low
+    assert ours.mean == pytest.approx(values.mean(), rel=1e-12)
+    assert ours.low == pytest.approx(theirs.confidence_interval.low, abs=0.05 * width)
+    assert ours.high == pytest.approx(theirs.confidence_interval.high, abs=0.05 * width)
+
+
+def test_intervals_cover_the_true_mean_as_often_as_they_say():
+    generator, covered, trials = np.random.default_rng(0), 0, 400
+    for _ in range(trials):
+        interval = bootstrap_mean(generator.standard_normal(60), generator=generator, level=0.9, resamples=400)
+        covered += interval.low <= 0 <= interval.high
+    assert 0.85 < covered / trials < 0.95  # 0.9 within three standard errors
+
+
+def test_a_comparison_has_the_interval_of_the_differences():
+    first, second = pairs(100, 0.05)
+    compared = compare_paired(first, second, generator=np.random.default_rng(3))
+    alone = bootstrap_mean(first - second, generator=np.random.default_rng(3))
+    assert compared.difference == alone and compared.count == 100
+    assert compared.p_value == wilcoxon_p(first, second)
+    assert alone.low < -0.05 < alone.high < 0, "the shift is inside and zero is not"
+
+
+def test_the_same_seed_gives_the_same_interval_also_in_blocks(monkeypatch):
+    values, _ = pairs(50, 0.0)
+    whole = bootstrap_mean(values, generator=np.random.default_rng(0), resamples=200)
+    assert whole == bootstrap_mean(values, generator=np.random.default_rng(0), resamples=200)
+    monkeypatch.setattr("pullback.evaluation.statistics._DRAWN_AT_ONCE", 500)
+    assert whole == bootstrap_mean(values, generator=np.random.default_rng(0), resamples=200)
+
+
+def test_scipy_is_imported_only_for_the_test():
+    import subprocess
+    import sys
+
+    code = "import sys, pullback.evaluation.statistics; print('scipy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
+
+
+def test_bad_values_are_refused():
+    generator = np.random.default_rng(0)
+    with pytest.raises(ShapeError, match=r"first, second: expected one value per image each, .* got 2 and 3"):
+        wilcoxon_p([1.0, 2.0], [1.0, 2.0, 3.0])
+    with pytest.raises(ShapeError, match=r"values: expected one value per image, .* got \[0\]"):
+        bootstrap_mean([], generator=generator)
+    with pytest.raises(PullbackError, match="values: expected finite values, got 1 of 2 that are not"):
+        bootstrap_mean([1.0, float("nan")], generator=generator)
+    with pytest.raises(PullbackError, match="level: expected a share between 0 and 1"):
+        bootstrap_mean([1.0], generator=generator, level=95)

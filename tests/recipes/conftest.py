@@ -1,0 +1,15 @@
+"""A random `tiny-scenes` of toy size: what the commands that measure one are tried on."""
+
+import pytest
+from recipes.tiny_scenes import Recipe, build
+
+from pullback.backbones.loading import write_network
+
+
+@pytest.fixture(scope="session")
+def toy_model(tmp_path_factory) -> str:
+    """The folder of an untrained network: 56 pixels, 16 patches, 4 layers."""
+    folder = tmp_path_factory.mktemp("toy")
+    recipe = Recipe(size=56, width=24, layers=4, heads=2, hooks=(0, 1, 2, 3), channels=8)
+    write_network(build(recipe).eval(), folder)
+    return str(folder)
