@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 from measure import machine, save
-from recipes.measurement import mean_with_error
 from torch import Tensor
 
 import pullback as pb
 from pullback.pruning import PrunePlan, preset
 from pullback.pruning.compare_subject import Subject, degradation, measure_of
+from recipes.measurement import mean_with_error
 
 PRESET = "preset"
 VARIANTS: dict[str, dict[str, Any]] = {

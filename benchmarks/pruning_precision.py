@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from measure import machine, save
-from recipes.measurement import mean_with_error
 from torch import Tensor
 
 import pullback as pb
 from pullback.evaluation import relative_l2
+from recipes.measurement import mean_with_error
 
 PRECISIONS = {"bf16 autocast": torch.bfloat16, "fp16 autocast": torch.float16}
 

@@ -22,7 +22,7 @@ from measure import LAYER_SCALE, machine, milliseconds, random_vggt, save
 from torch import Tensor
 
 import pullback as pb
-from pullback.probes import SceneInputProbe, SceneProbe
+from pullback.vggt.probes import SceneInputProbe, SceneProbe
 
 SMALL = dict(
     img_size=56,

@@ -23,18 +23,18 @@ from typing import Any
 
 import torch
 from measure import LAYER_SCALE, machine, milliseconds, peak_gigabytes, random_vggt, save
-from recipes.evaluate_tiny_scenes import QUERIES
-from recipes.evaluate_tiny_views import dense_errors, load_network
-from recipes.measurement import mean_with_error
-from recipes.tiny_views_examples import Truth, Views
 from torch import Tensor
 
 import pullback as pb
 from pullback.evaluation.poses import pose_errors
 from pullback.scenes.render import render
+from pullback.scenes.splits import QUERIES
 from pullback.vggt.network.model import CHUNK_VIEWS
 from pullback.vggt.network.pose import decode_pose
 from pullback.vggt.pruning import STRIDED, Scope, prune_views
+from recipes.evaluate_tiny_views import dense_errors, load_network
+from recipes.measurement import mean_with_error
+from recipes.tiny_views_examples import Truth, Views
 
 SMALL: dict[str, Any] = dict(
     img_size=56,

@@ -16,14 +16,14 @@ from typing import Any
 
 import torch
 from measure import machine, save
-from recipes.evaluate_tiny_scenes import QUERIES
-from recipes.evaluate_tiny_views import load_network
-from recipes.tiny_views_examples import Views
 from torch import Tensor
 from vggt_pruning import changes, joined, summary
 
 from pullback.scenes.render import render
+from pullback.scenes.splits import QUERIES
 from pullback.vggt.pruning import STRIDED, PrunedVGGT, view_plan
+from recipes.evaluate_tiny_views import load_network
+from recipes.tiny_views_examples import Views
 
 FIRST = QUERIES + 5000  # behind the scenes of every table
 PRESET = "preset"

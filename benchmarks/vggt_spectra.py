@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from measure import machine, save
-from recipes.evaluate_tiny_scenes import HELD_OUT
 from torch import Tensor
 
 import pullback as pb
@@ -25,6 +24,7 @@ from pullback.evaluation import spearman
 from pullback.operators import JacobianOperator
 from pullback.randnla import effective_rank_from_spectrum
 from pullback.scenes.render import SceneBatch, render
+from pullback.scenes.splits import HELD_OUT
 from pullback.vggt.decoders import build_scene_decoder
 from pullback.vggt.probes import SceneInputProbe, SceneProbe
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pullback.errors import PullbackError
-from recipes.evaluate_tiny_scenes import HELD_OUT
+from pullback.scenes.splits import HELD_OUT
 
 SEEDS_PER_RUN = 1 << 30  # scenes that a run may see, so that runs with other seeds see others
 

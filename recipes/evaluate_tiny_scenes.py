@@ -24,11 +24,8 @@ from pullback.errors import PullbackError
 from pullback.evaluation import depth_errors, neighbour_accuracy
 from pullback.models.tiny_scenes import TinyScenes
 from pullback.scenes.render import CLASSES, SHIFTED, TRAINING, SceneBatch, SceneRange, normalised, render
+from pullback.scenes.splits import HELD_OUT, QUERIES
 from recipes.measurement import Progress, mean_with_error, rounded, weights_sha256, write_result
-
-HELD_OUT = 1 << 40
-"""First seed that is never trained on: the bank starts here, the queries at twice as much."""
-QUERIES = 2 * HELD_OUT
 
 RANGES: dict[str, SceneRange] = {
     "training ranges": TRAINING,

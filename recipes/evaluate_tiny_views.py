@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pullback.backbones.embedded import EMBEDDED
 from pullback.backbones.loading import resolve_device
 from pullback.errors import ModelError, PullbackError
 from pullback.evaluation import depth_errors
@@ -33,11 +32,12 @@ from pullback.evaluation.poses import (
     relative_poses,
     rotation_angle,
 )
+from pullback.models.embedded import EMBEDDED
 from pullback.scenes.render import render
+from pullback.scenes.splits import HELD_OUT, QUERIES
 from pullback.vggt.checkpoint import VGGT
 from pullback.vggt.network.config import HEADS
 from pullback.vggt.network.pose import decode_pose
-from recipes.evaluate_tiny_scenes import HELD_OUT, QUERIES
 from recipes.measurement import Progress, mean_with_error, rounded, weights_sha256, write_result
 from recipes.tiny_views_examples import Truth, Views
 

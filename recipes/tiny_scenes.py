@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from pullback.backbones.loading import write_network
 from pullback.models.tiny_scenes import TinyScenes, TinyScenesConfig
 from pullback.scenes.render import CLASSES, SceneBatch, normalised, render
-from recipes.evaluate_tiny_scenes import HELD_OUT as HELD_OUT
+from pullback.scenes.splits import HELD_OUT as HELD_OUT
 from recipes.evaluate_tiny_scenes import evaluate
 from recipes.scene_run import SceneRecipe, SceneRun, parse
 

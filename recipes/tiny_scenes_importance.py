@@ -25,7 +25,7 @@ from pullback.operators import DenseOperator, JacobianOperator, LowRankMetric
 from pullback.probes import ProbeMap, load_probe
 from pullback.randnla import exact_svd
 from pullback.scenes.render import SceneBatch, normalised, render
-from recipes.evaluate_tiny_scenes import HELD_OUT
+from pullback.scenes.splits import HELD_OUT
 from recipes.measurement import Progress, mean_with_error, rounded, weights_sha256, write_result
 
 FIRST_SEED = 3 * HELD_OUT  # beside the bank and the queries of the evaluation

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from pullback.backbones.embedded import EMBEDDED
+from pullback.models.embedded import EMBEDDED
 
 ROOT = Path(__file__).resolve().parents[1]
-WEIGHTS = "pullback/backbones/weights"
+WEIGHTS = "pullback/models/weights"
 
 
 def run(*command: str | Path, cwd: Path) -> str:

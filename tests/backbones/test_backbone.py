@@ -5,9 +5,9 @@ import torch
 
 from helpers.families import SMALL_MODELS, images_for, model_of
 from pullback.backbones import list_models, load_backbone
-from pullback.backbones.embedded import EMBEDDED
 from pullback.backbones.registry import FAMILIES, family_of
 from pullback.errors import ImageError, ModelError, ShapeError
+from pullback.models.embedded import EMBEDDED
 from pullback.tokens import TokenLayout
 from pullback.vggt.backbone import is_vggt
 

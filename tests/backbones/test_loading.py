@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 import pullback as pb
 from helpers.families import GRIDS, SMALL_MODELS, images_for, model_of, randomized, save
 from pullback.backbones import load_backbone, resolve_device
-from pullback.backbones.embedded import EMBEDDED
 from pullback.errors import DecoderError, ModelError
+from pullback.models.embedded import EMBEDDED
 from pullback.vggt.backbone import is_vggt
 
 ON_CPU = dict(device="cpu", dtype=torch.float64)

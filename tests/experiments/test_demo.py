@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from recipes.tiny_scenes import HELD_OUT
 
 import pullback as pb
 from pullback import demo
 from pullback.data.images import IMAGENET_MEAN, IMAGENET_STD
 from pullback.runs import documents as files
 from pullback.scenes.render import CLASSES, render
+from pullback.scenes.splits import HELD_OUT
 
 SIZE, COUNT = 56, 2
 

@@ -8,7 +8,7 @@ import pytest
 
 from pullback.experiments.camera_spn import CONSTANT
 from pullback.experiments.scene_taxonomy import COLUMNS, _stated
-from pullback.targets.store import weights_hash
+from pullback.runs.provenance import weights_hash
 from pullback.vggt.backbone import load_scene_backbone
 
 ROOT = Path(__file__).resolve().parents[2]

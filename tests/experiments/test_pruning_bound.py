@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from recipes.evaluate_tiny_scenes import QUERIES
 from torch import Tensor
 from typer import Typer
 from typer.testing import CliRunner
@@ -18,6 +17,7 @@ from pullback.experiments.pruning_bound import MEASURED, Measured, bound_rows, o
 from pullback.geometry.scores import exact_importance, exact_modes
 from pullback.probes import load_probe
 from pullback.pruning import run_pruned
+from pullback.scenes.splits import QUERIES
 
 GRID = (2, 3)
 

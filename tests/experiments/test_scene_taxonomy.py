@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from recipes.evaluate_tiny_scenes import HELD_OUT
 from typer import Typer
 from typer.testing import CliRunner
 
@@ -24,6 +23,7 @@ from pullback.experiments.scene_taxonomy import (
     taxonomy_rows,
 )
 from pullback.operators import JacobianOperator
+from pullback.scenes.splits import HELD_OUT
 from pullback.vggt.backbone import load_scene_backbone
 
 SIZE, VIEWS = 28, 2

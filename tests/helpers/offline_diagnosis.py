@@ -24,7 +24,7 @@ def main() -> None:
 
     place = Path(pb.__file__).resolve().parent
     assert not (place.parents[1] / "pyproject.toml").exists(), f"pullback comes from {place}, not from a wheel"
-    for file in ("py.typed", "backbones/weights/tiny-scenes/README.md"):
+    for file in ("py.typed", "models/weights/tiny-scenes/README.md"):
         assert (place / file).is_file(), f"{file} is not in the wheel"
     scenes = render([1 << 40, 1 << 41])
     images = normalised(scenes.rgb[:, 0])

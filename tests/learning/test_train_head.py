@@ -16,8 +16,9 @@ from pullback.learning.fit import FitConfig
 from pullback.learning.head import ImportanceHead
 from pullback.learning.train_head import StoredRows, new_head, train_head
 from pullback.probes import ProbeMap
+from pullback.runs.provenance import weights_hash
 from pullback.targets.compute import compute_targets
-from pullback.targets.store import TargetStore, weights_hash
+from pullback.targets.store import TargetStore
 
 pytest.importorskip("pyarrow", reason="pyarrow is not installed (the extra pullback[targets])")
 CONFIG = FitConfig(steps=40, batch=16, warmup=5, validate_every=10, learning_rate=1e-2, ema=0.9)

@@ -24,8 +24,8 @@ from pullback.learning.train_spn import (
     supervision_of,
     train_spn,
 )
+from pullback.runs.provenance import weights_hash
 from pullback.targets.recipe import targets_of
-from pullback.targets.store import weights_hash
 
 CONFIG = FitConfig(steps=60, batch=8, warmup=5, validate_every=20, learning_rate=1e-2, ema=0.9)
 SHORT = replace(CONFIG, steps=4, batch=4, validate_every=2)

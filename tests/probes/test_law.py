@@ -5,8 +5,8 @@ import torch
 
 import pullback as pb
 from helpers.families import DOWNSAMPLED, FROM_FOLDER, GRIDS, SMALL_MODELS, images_for, model_of
-from pullback.backbones.embedded import EMBEDDED
 from pullback.backbones.registry import FAMILIES
+from pullback.models.embedded import EMBEDDED
 from pullback.vggt.backbone import is_vggt
 
 LAW = dict(rtol=1e-9, atol=1e-9)

@@ -11,9 +11,10 @@ import pullback as pb
 from pullback.errors import PullbackError
 from pullback.pruning.compare_examples import panels
 from pullback.pruning.compare_scores import BatchScores, ScoreBook
-from pullback.pruning.compare_store import RowStore, commit
+from pullback.pruning.compare_store import RowStore
 from pullback.pruning.compare_subject import Combination, Subject, combinations, degradation, measure_of
 from pullback.pruning.compare_summary import images_of_all, reference_score, summarise
+from pullback.runs.provenance import commit
 
 BEST, OTHER, TOME = (Combination(*rule, 0.5) for rule in (("best", "norm"), ("best", "random"), ("tome", "tome")))
 

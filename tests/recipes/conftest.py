@@ -1,9 +1,9 @@
 """A random `tiny-scenes` of toy size: what the commands that measure one are tried on."""
 
 import pytest
-from recipes.tiny_scenes import Recipe, build
 
 from pullback.backbones.loading import write_network
+from recipes.tiny_scenes import Recipe, build
 
 
 @pytest.fixture(scope="session")

@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
-from recipes.measurement import weights_sha256
 
-from pullback.backbones.embedded import EMBEDDED
+from pullback.models.embedded import EMBEDDED
 from recipes import evaluate_tiny_scenes, tiny_scenes_importance
+from recipes.measurement import weights_sha256
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "tiny-scenes.md").read_text(encoding="utf-8")

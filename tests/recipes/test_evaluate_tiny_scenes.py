@@ -8,6 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+
+from pullback.errors import PullbackError
+from pullback.scenes.render import TRAINING, render
+from recipes import evaluate_tiny_scenes as module
 from recipes.evaluate_tiny_scenes import (
     HELD_OUT,
     NETWORK,
@@ -23,10 +27,6 @@ from recipes.evaluate_tiny_scenes import (
     table,
 )
 from recipes.measurement import mean_with_error, weights_sha256
-
-from pullback.errors import PullbackError
-from pullback.scenes.render import TRAINING, render
-from recipes import evaluate_tiny_scenes as module
 
 CPU = torch.device("cpu")
 

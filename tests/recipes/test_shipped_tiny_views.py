@@ -5,17 +5,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from recipes.evaluate_tiny_scenes import HELD_OUT
-from recipes.evaluate_tiny_views import MEAN, NETWORK, evaluate, missed, table
-from recipes.measurement import weights_sha256
 
 import pullback as pb
-from pullback.backbones.embedded import EMBEDDED
 from pullback.experiments.scene_taxonomy import numerical_ranks
+from pullback.models.embedded import EMBEDDED
 from pullback.scenes.render import render
+from pullback.scenes.splits import HELD_OUT
 from pullback.vggt.backbone import load_scene_backbone
 from pullback.vggt.decoders import build_scene_decoder
 from pullback.vggt.probes import SceneProbe
+from recipes.evaluate_tiny_views import MEAN, NETWORK, evaluate, missed, table
+from recipes.measurement import weights_sha256
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = EMBEDDED["tiny-views"]

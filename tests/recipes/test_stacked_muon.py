@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from recipes.stacked_muon import StackedMuon, orthogonalised
 
 SHAPES = [(6, 4), (4, 6), (6, 4), (5, 5)]

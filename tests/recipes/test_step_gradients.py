@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from recipes.step_gradients import GraphedGradients, eager_gradients
 from torch import nn
+
+from recipes.step_gradients import GraphedGradients, eager_gradients
 
 
 def setting(device: str):

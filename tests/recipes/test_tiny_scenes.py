@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from recipes.evaluate_tiny_scenes import HELD_OUT
-from recipes.step_gradients import eager_gradients
-from recipes.tiny_scenes import Examples, Recipe, Run
 
 from pullback.errors import PullbackError
 from pullback.scenes.render import render
+from pullback.scenes.splits import HELD_OUT
+from recipes.step_gradients import eager_gradients
+from recipes.tiny_scenes import Examples, Recipe, Run
 
 TOY = Recipe(
     steps=4, batch=4, block=4, passes=2, size=28, width=24, layers=4, heads=2, hooks=(0, 1, 2, 3), channels=8, warmup=2

@@ -6,6 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from scipy.stats import spearmanr
+
+import pullback as pb
+from pullback.scenes.render import normalised, render
+from recipes import tiny_scenes_importance as module
 from recipes.tiny_scenes_importance import (
     ALL,
     LEADING,
@@ -17,11 +22,6 @@ from recipes.tiny_scenes_importance import (
     patch_facts,
     table,
 )
-from scipy.stats import spearmanr
-
-import pullback as pb
-from pullback.scenes.render import normalised, render
-from recipes import tiny_scenes_importance as module
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -6,19 +6,19 @@ from dataclasses import replace
 
 import pytest
 import torch
-from recipes.checkpoint_parts import read_parts, write_parts
-from recipes.evaluate_tiny_scenes import HELD_OUT
-from recipes.evaluate_tiny_views import MEAN, NETWORK, dense_errors, evaluate, mean_scene, missed, score
-from recipes.tiny_views import Recipe, Run, build
-from recipes.tiny_views_examples import Views, draw_views
-from recipes.tiny_views_losses import CONFIDENCE_PRICE, camera_loss, confident, losses
 
 from pullback import VGGT
 from pullback.errors import PullbackError
 from pullback.scenes.render import render
+from pullback.scenes.splits import HELD_OUT
 from pullback.vggt.network import VGGTOutput
 from pullback.vggt.network.pose import decode_pose
 from recipes import evaluate_tiny_views
+from recipes.checkpoint_parts import read_parts, write_parts
+from recipes.evaluate_tiny_views import MEAN, NETWORK, dense_errors, evaluate, mean_scene, missed, score
+from recipes.tiny_views import Recipe, Run, build
+from recipes.tiny_views_examples import Views, draw_views
+from recipes.tiny_views_losses import CONFIDENCE_PRICE, camera_loss, confident, losses
 
 TOY = Recipe(
     steps=4,

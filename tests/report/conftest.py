@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from pullback.runs import documents as files
+from pullback.runs.files import write_arrays, write_json
 
 
 def summary(mean: float, se: float) -> dict:
@@ -55,8 +56,8 @@ def folder(document, tmp_path) -> Path:
         "L02": random.random((2, 13), dtype=np.float32),
         "hooks": random.random((2, 13), dtype=np.float32),
     }
-    files.write_json(tmp_path / files.DIAGNOSIS, document)
-    files.write_arrays(tmp_path / files.IMPORTANCE, arrays)
+    write_json(tmp_path / files.DIAGNOSIS, document)
+    write_arrays(tmp_path / files.IMPORTANCE, arrays)
     return tmp_path
 
 
@@ -78,5 +79,5 @@ def scenes(tmp_path) -> Path:
     }
     folder = tmp_path / "scenes"
     folder.mkdir()
-    files.write_arrays(folder / files.SCENES, arrays)
+    write_arrays(folder / files.SCENES, arrays)
     return folder

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from pullback.report.prune_console import p_value, prune_summary
 from pullback.runs import documents as prune_files
-from pullback.runs.documents import write_arrays, write_json
+from pullback.runs.files import write_arrays, write_json
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed (the extra pullback[plot])")
 

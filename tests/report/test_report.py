@@ -9,6 +9,7 @@ from rich.console import Console
 
 from pullback.report.console import diagnosis_summary
 from pullback.runs import documents as files
+from pullback.runs.files import write_json
 
 figures = pytest.importorskip("pullback.report.figures", exc_type=ImportError)
 canvas = pytest.importorskip("pullback.report.canvas", exc_type=ImportError)
@@ -127,6 +128,6 @@ def test_the_page_calls_a_cv_at_its_null_random(folder, document):
     from pullback.report.page import write_page
 
     make_random(document)
-    files.write_json(folder / files.DIAGNOSIS, document)
+    write_json(folder / files.DIAGNOSIS, document)
     page = write_page(folder, ["."]).read_text(encoding="utf-8")
     assert "indistinguishable from a random direction" in page

@@ -3,13 +3,13 @@
 import pytest
 import torch
 from PIL import Image
-from recipes.evaluate_tiny_scenes import HELD_OUT
 from typer import Typer
 from typer.testing import CliRunner
 
 from pullback.errors import ImageError, PullbackError
 from pullback.scenes.pictures import FIRST, main, write_scene_folders
 from pullback.scenes.render import render
+from pullback.scenes.splits import HELD_OUT
 from pullback.vggt.views import read_scenes
 
 

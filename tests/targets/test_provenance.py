@@ -12,8 +12,9 @@ import pullback as pb
 from helpers.families import model_of
 from helpers.pictures import small_probe
 from pullback.errors import PullbackError
+from pullback.runs.provenance import weights_hash
 from pullback.targets.recipe import Recipe
-from pullback.targets.store import check_same, configuration, weights_hash
+from pullback.targets.store import check_same, configuration
 
 
 def layer(seed: int = 0) -> nn.Module:

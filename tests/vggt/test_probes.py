@@ -11,8 +11,8 @@ from helpers.vggt_models import scenes, tiny
 from pullback.decoders import Decoder
 from pullback.errors import DecoderError, ImageError, ModelError, ShapeError
 from pullback.operators import JacobianOperator
-from pullback.probes import SceneInputProbe, SceneProbe, scene_input_probe, scene_probe
 from pullback.vggt.decoders import point_pixels
+from pullback.vggt.probes import SceneInputProbe, SceneProbe, scene_input_probe, scene_probe
 
 HEIGHT, WIDTH, VIEWS = 28, 42, 2
 REFERENCES = {

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from pullback.backbones.backbone import Backbone, Preprocessing
-from pullback.backbones.embedded import EMBEDDED
 from pullback.backbones.registry import FAMILIES, Family, family_of
 from pullback.errors import ModelError
 from pullback.models.dinov2 import Dinov2, Dinov2Config
+from pullback.models.embedded import EMBEDDED
 from pullback.models.tiny_scenes import TinyScenes, TinyScenesConfig
 
 

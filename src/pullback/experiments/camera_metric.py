@@ -23,13 +23,13 @@ import typer
 from torch import Tensor
 
 from pullback.data.images import SkippedImage
-from pullback.decoders import CameraMetric
 from pullback.errors import ImageError, PullbackError
 from pullback.evaluation import spearman
 from pullback.geometry import Spectrum, spectrum, token_importance
 from pullback.geometry.spectrum import output_size
-from pullback.probes import SceneProbe, scene_probe
 from pullback.randnla import effective_rank_from_spectrum
+from pullback.vggt.camera_metric import CameraMetric
+from pullback.vggt.probes import SceneProbe, scene_probe
 from pullback.vggt.views import SceneFolder, check_width, find_scenes
 
 Row = dict[str, Any]

@@ -27,7 +27,6 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from recipes.evaluate_tiny_scenes import HELD_OUT
 from rich import box
 from rich.table import Table
 from torch import Tensor
@@ -54,8 +53,9 @@ from pullback.learning.train_spn import (
 )
 from pullback.report.console import console
 from pullback.report.wording import UNKNOWN, plain, short_name
+from pullback.runs.provenance import weights_hash
+from pullback.scenes.splits import HELD_OUT
 from pullback.targets.recipe import targets_of
-from pullback.targets.store import weights_hash
 from pullback.vggt.backbone import load_scene_backbone
 from pullback.vggt.decoders import build_scene_decoder
 from pullback.vggt.probes import SceneProbe

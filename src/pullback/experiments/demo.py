@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
-from recipes.tiny_scenes import HELD_OUT
 from torch import Tensor
 
 from pullback.data.images import ImageBatch
@@ -19,7 +18,9 @@ from pullback.evaluation import depth_errors
 from pullback.geometry.folder import DiagnosisRequest, Watcher, run_diagnosis
 from pullback.probes import load_probe
 from pullback.runs import documents as files
+from pullback.runs.files import write_arrays
 from pullback.scenes.render import CLASSES, SceneBatch, normalised, render
+from pullback.scenes.splits import HELD_OUT
 
 MODEL = "tiny-scenes"
 NOTE = (
@@ -86,7 +87,7 @@ def write_scenes(scenes: SceneBatch, batch: ImageBatch, out: Path) -> None:
         "energy": np.stack([_patch_energy(out / decoder, layer) for decoder in DECODERS]),
     }
     (out / SCENES_FOLDER).mkdir(exist_ok=True)
-    files.write_arrays(out / SCENES_FOLDER / files.SCENES, arrays)
+    write_arrays(out / SCENES_FOLDER / files.SCENES, arrays)
 
 
 def _patch_energy(folder: Path, layer: str) -> np.ndarray:

@@ -22,7 +22,6 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from recipes.evaluate_tiny_scenes import QUERIES
 from torch import Tensor
 
 from pullback.errors import PullbackError
@@ -34,6 +33,7 @@ from pullback.probes import Features, MultiLayerProbe, ProbeMap, load_probe
 from pullback.pruning import Modes, PrunePlan, Score, ScoreContext, StageRecord, preset, run_pruned
 from pullback.randnla import Streams
 from pullback.scenes.render import normalised, render
+from pullback.scenes.splits import QUERIES
 
 Row = dict[str, Any]
 AnyProbe = ProbeMap | MultiLayerProbe

@@ -21,7 +21,6 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from recipes.evaluate_tiny_scenes import HELD_OUT
 from rich import box
 from rich.table import Table
 from torch import Tensor
@@ -34,8 +33,9 @@ from pullback.geometry.spectrum import in_batches
 from pullback.operators import JacobianOperator, ProductCount
 from pullback.report.console import console
 from pullback.report.wording import UNKNOWN, lower_bound, plain, plus_minus, short_name
+from pullback.runs.provenance import weights_hash
 from pullback.scenes.render import render
-from pullback.targets.store import weights_hash
+from pullback.scenes.splits import HELD_OUT
 from pullback.vggt.backbone import SceneBackbone, load_scene_backbone
 from pullback.vggt.decoders import build_scene_decoder
 from pullback.vggt.probes import SceneInputProbe, SceneProbe

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import math
-import os
-import platform
 from collections.abc import Sequence
-from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from pullback import __version__
 from pullback.geometry import ConvergenceRow, SampleDiagnosis, Summary, Tractability
 from pullback.geometry.diagnosis import looks_random, summarize
 from pullback.operators import ProductCount
@@ -136,44 +130,3 @@ def _image(sample: SampleDiagnosis, report: Tractability, file: str) -> dict[str
 
 def _floats(values: Tensor) -> list[float]:
     return [float(value) for value in values.flatten()]
-
-
-def provenance(device: torch.device) -> dict[str, Any]:
-    """Where, when and with which versions something was computed."""
-    return {
-        "device": str(device),
-        "machine": machine(device),
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "versions": {
-            "pullback": __version__,
-            "torch": torch.__version__,
-            "transformers": _version("transformers"),
-            "python": platform.python_version(),
-        },
-    }
-
-
-def machine(device: torch.device) -> str:
-    """For instance "AMD EPYC 9555, 2 cores, 8 GiB" or with ", NVIDIA H200 140 GiB" behind it."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    text = f"{_cpu_name()}, {cores} cores, {memory:.0f} GiB"
-    if device.type == "cuda":
-        card = torch.cuda.get_device_properties(device)
-        text += f", {card.name} {card.total_memory / 2**30:.0f} GiB"
-    return text
-
-
-def _cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo") as lines:
-            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

@@ -5,7 +5,6 @@ The folder is up to date after every layer, so that an interruption or a failing
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +18,14 @@ from torch import Tensor
 from pullback.backbones import Backbone, load_backbone
 from pullback.data.images import ImageBatch
 from pullback.decoders import build_decoder, task_distance
-from pullback.errors import PullbackError
 from pullback.geometry import Tractability, diagnose, layer_multiplicity
-from pullback.geometry.document import layer_result, multiplicity_result, provenance
+from pullback.geometry.document import layer_result, multiplicity_result
 from pullback.probes import ProbeMap
 from pullback.probes.multi_layer import MultiLayerProbe
 from pullback.randnla import Estimate
 from pullback.runs import documents as files
+from pullback.runs.files import make_folder, write_arrays, write_json
+from pullback.runs.provenance import provenance
 from pullback.vggt.backbone import SceneBackbone
 from pullback.vggt.probes import SceneInputProbe, SceneProbe
 
@@ -140,8 +140,8 @@ def write_layers(
         document["layers"].append(result)
         document["complete"] = len(document["layers"]) == len(probes)
         arrays[name] = report.importance.float().numpy()
-        files.write_arrays(out / files.IMPORTANCE, arrays)
-        files.write_json(out / files.DIAGNOSIS, document)
+        write_arrays(out / files.IMPORTANCE, arrays)
+        write_json(out / files.DIAGNOSIS, document)
         watch.layer_done(result)
     return document
 
@@ -209,16 +209,6 @@ def _checked_size(size: int | tuple[int, int] | None, backbone: Backbone) -> int
     return size
 
 
-def make_folder(out: Path) -> None:
-    """Or say what is wrong with it, before anything is computed."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise PullbackError(f"out: cannot make the folder {out} ({error.strerror}). Choose another --out.") from None
-    if not os.access(out, os.W_OK):
-        raise PullbackError(f"out: the folder {out} is not writable. Choose another --out.")
-
-
 def _thumbnails(batch: ImageBatch, backbone: Backbone) -> dict[str, np.ndarray]:
     """The first crops as the model saw them, de-normalised, and where the tokens sit on them."""
     wanted, layout = backbone.preprocessing, backbone.token_layout(batch.pixels)
@@ -243,4 +233,4 @@ def _record_failure(out: Path, document: dict[str, Any], layer: int | str, error
     reason = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error) or type(error).__name__
     document["failure"] = {"layer": layer, "reason": reason}
     if document["layers"]:
-        files.write_json(out / files.DIAGNOSIS, document)
+        write_json(out / files.DIAGNOSIS, document)

@@ -30,9 +30,10 @@ from pullback.learning.head import HeadConfig, ImportanceHead
 from pullback.learning.losses import conformal_loss
 from pullback.operators import LowRankMetric
 from pullback.probes import MultiLayerProbe, ProbeMap
+from pullback.runs.provenance import weights_hash
 from pullback.targets.origin import Origin
 from pullback.targets.shards import READERS
-from pullback.targets.store import NOT_COMPARED, TargetStore, weights_hash
+from pullback.targets.store import NOT_COMPARED, TargetStore
 from pullback.targets.table import TargetTable
 
 Watch = Callable[[str, int], None]

@@ -40,10 +40,11 @@ from pullback.randnla import Streams, Svd, block_krylov, power_iteration
 from pullback.randnla.leading import exact_modes
 from pullback.randnla.student import student_quantile
 from pullback.randnla.trace import draw_probes, energy, tail_energies
+from pullback.runs.provenance import weights_hash
 from pullback.targets.compute import compute_table
 from pullback.targets.origin import Origin
 from pullback.targets.recipe import Recipe
-from pullback.targets.store import NOT_COMPARED, configuration, weights_hash
+from pullback.targets.store import NOT_COMPARED, configuration
 
 SUPERVISIONS = ("randnla", "spectral", "distances", "directions")
 

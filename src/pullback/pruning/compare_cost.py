@@ -14,7 +14,7 @@ from pullback.errors import PullbackError
 from pullback.evaluation.cost import Timing, flops, milliseconds, race
 from pullback.pruning.compare_scores import ScoreBook
 from pullback.pruning.compare_subject import Combination, Subject
-from pullback.runs.documents import write_json
+from pullback.runs.files import write_json
 
 _SECONDS, _FEWEST, _MOST = 0.5, 5, 30
 

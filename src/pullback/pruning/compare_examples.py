@@ -14,7 +14,8 @@ from pullback.data.images import PixelFormat
 from pullback.pruning import StageRecord
 from pullback.pruning.compare_scores import BatchScores
 from pullback.pruning.compare_subject import Combination, Subject, degradation, measure_of
-from pullback.runs.documents import DROPPED, EXAMPLES, KEPT, MERGED, read_examples, write_arrays
+from pullback.runs.documents import DROPPED, EXAMPLES, KEPT, MERGED, read_examples
+from pullback.runs.files import write_arrays
 from pullback.tokens import TokenLayout
 
 MAX_IMAGES, MAX_PANELS = 4, 7

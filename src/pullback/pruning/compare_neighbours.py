@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pullback.errors import ImageError, PullbackError
 from pullback.evaluation import neighbour_accuracy
-from pullback.runs.documents import write_arrays
+from pullback.runs.files import write_arrays
 
 NEIGHBOURS, TEMPERATURE = 20, 0.07
 

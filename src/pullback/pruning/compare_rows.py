@@ -28,13 +28,13 @@ from pullback.pruning.compare_cost import CostBook, parse_batches
 from pullback.pruning.compare_examples import panels, write_examples
 from pullback.pruning.compare_neighbours import Bank, ClassOf, classes_from_folders, classes_from_table, read_bank
 from pullback.pruning.compare_scores import BatchScores, ScoreBook, load_networks
-from pullback.pruning.compare_store import RowStore, commit, folder_hash
+from pullback.pruning.compare_store import RowStore, folder_hash
 from pullback.pruning.compare_subject import Combination, Subject, combinations, degradation, measure_of
 from pullback.pruning.compare_summary import images_of_all, reference_score, summarise
 from pullback.report.progress import ProgressDisplay
 from pullback.runs import documents as prune_files
-from pullback.runs.documents import write_json
-from pullback.targets.store import weights_hash
+from pullback.runs.files import write_json
+from pullback.runs.provenance import commit, weights_hash
 
 UNPRUNED = Combination("unpruned", "none", 0.0)
 """Its rows hold the k-NN hits of the model as it is."""

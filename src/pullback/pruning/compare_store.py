@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import subprocess
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import pullback
 from pullback.errors import PullbackError
 from pullback.pruning.compare_subject import Combination
-from pullback.runs.documents import ROWS, SETTINGS, write_json, write_text
+from pullback.runs.documents import ROWS, SETTINGS
+from pullback.runs.files import write_json, write_text
 
 NOT_COMPARED = ("pullback", "commit", "model", "device")
 """The weights' hash says which model it is; another version or machine may go on."""
@@ -91,25 +90,10 @@ def check_same(stored: Mapping[str, Any], asked: Mapping[str, Any], folder: Path
         )
 
 
-def commit() -> str | None:
-    """Of the checkout that this package runs from, with "-dirty" where files differ; None outside of one."""
-    folder = Path(pullback.__file__).parent
-    try:
-        _git(folder, "ls-files", "--error-unmatch", "__init__.py")
-        return _git(folder, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
 def folder_hash(folder: Path) -> str:
     """Of the weights in a folder of `save_pretrained`; of a hub id its name."""
     path = folder / "model.safetensors"
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.is_file() else str(folder)
-
-
-def _git(folder: Path, *arguments: str) -> str:
-    command = ["git", "-C", str(folder), *arguments]
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=20).stdout.strip()
 
 
 def _key(combination: Combination) -> Key:

@@ -32,6 +32,7 @@ from pullback.report.views_figure import views_png
 from pullback.report.wording import percent, sample_count, share, short_name, unit
 from pullback.runs import documents as files
 from pullback.runs import documents as prune_files
+from pullback.runs.files import write_bytes
 
 MAX_IMAGES = 8
 
@@ -45,7 +46,7 @@ def draw_all(folder: Path) -> list[str]:
     if (folder / prune_files.SUMMARY).is_file():
         return draw_prune(folder)
     if (folder / files.SCENES).is_file():
-        files.write_bytes(folder / files.SCENES_FIGURE, scenes_png(files.read_scenes(folder)))
+        write_bytes(folder / files.SCENES_FIGURE, scenes_png(files.read_scenes(folder)))
         return [files.SCENES_FIGURE]
     document = files.read_diagnosis(folder)
     arrays = files.read_importance(folder)
@@ -53,7 +54,7 @@ def draw_all(folder: Path) -> list[str]:
     for layer in document["layers"]:
         figures[files.tokens_figure(layer["layer"])] = tokens_png(layer, arrays)
     for name, content in figures.items():
-        files.write_bytes(folder / name, content)
+        write_bytes(folder / name, content)
     for old in folder.glob("tokens_*.png"):
         if old.name not in figures:
             old.unlink()

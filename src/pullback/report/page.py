@@ -16,6 +16,7 @@ from pullback.report.figures import spectrum_png, tokens_png
 from pullback.report.scenes_figure import scenes_png
 from pullback.report.wording import lower_bound, percent, plain, plus_minus, samples, short_name, times, unit
 from pullback.runs import documents as files
+from pullback.runs.files import write_text
 
 TITLE = "How many directions does the task see, and on which tokens?"
 SPECTRUM_TEXT = (
@@ -64,7 +65,7 @@ def write_page(out: Path, folders: Sequence[str], note: str = "", scenes: str | 
     versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
     warning = f'<p class="note">{escape(note)}</p>' if note else ""
     page = out / files.PAGE
-    files.write_text(
+    write_text(
         page,
         f"""<!doctype html>
 <html lang="en">

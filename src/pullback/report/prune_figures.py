@@ -27,7 +27,8 @@ from pullback.report.canvas import (
 )
 from pullback.report.wording import plain, short_name
 from pullback.runs import documents as prune_files
-from pullback.runs.documents import DROPPED, MEASURES, MERGED, write_bytes
+from pullback.runs.documents import DROPPED, MEASURES, MERGED
+from pullback.runs.files import write_bytes
 
 # Okabe and Ito's colours, which colour-blind readers tell apart; the reference score takes the strongest.
 _REFERENCE = "#d55e00"

@@ -1,21 +1,14 @@
-"""The files of a diagnosis: their names, and writing them so that a reader never meets half a file.
-
-The files of a pruning comparison: their names and how they are read.
-"""
+"""The files that a diagnosis and a comparison of pruning rules leave in their folders: names, and how to read them."""
 
 from __future__ import annotations
 
-import json
-import os
-import re
-import tempfile
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
 from pullback.errors import PullbackError
+from pullback.runs.files import read_json
 
 DIAGNOSIS = "diagnosis.json"
 IMPORTANCE = "importance.npz"
@@ -23,9 +16,6 @@ SPECTRUM = "spectrum.png"
 SCENES = "scenes.npz"
 SCENES_FIGURE = "scenes.png"
 PAGE = "index.html"
-
-# A list of plain numbers that `json.dumps(indent=...)` spread over lines. No string holds a raw newline: none matches.
-_NUMBERS = re.compile(r"\[\n\s+(-?[\d.eE+-]+(?:,\n\s+-?[\d.eE+-]+)*)\n\s+\]")
 
 
 def layer_name(layer: int | str) -> str:
@@ -46,9 +36,7 @@ def read_diagnosis(folder: Path) -> dict[str, Any]:
     path = folder / DIAGNOSIS
     if not path.is_file():
         raise PullbackError(f"folder: expected {DIAGNOSIS} in {folder}, which `pullback diagnose --out` writes there.")
-    with open(path, encoding="utf-8") as file:
-        document: dict[str, Any] = json.load(file)
-    return document
+    return read_json(path)
 
 
 def read_importance(folder: Path) -> dict[str, np.ndarray]:
@@ -68,45 +56,6 @@ def read_scenes(folder: Path) -> dict[str, np.ndarray]:
 def _read_arrays(path: Path) -> dict[str, np.ndarray]:
     with np.load(path, allow_pickle=False) as arrays:
         return {name: arrays[name] for name in arrays.files}
-
-
-def write_json(path: Path, document: Mapping[str, Any]) -> None:
-    """Strict JSON; lists of numbers stay on one line."""
-    text = json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False)
-    text = _NUMBERS.sub(lambda match: "[" + re.sub(r",\n\s+", ", ", match[1]) + "]", text)
-    write_text(path, text + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    _write(path, lambda file: file.write(text.encode("utf-8")))
-
-
-def write_bytes(path: Path, content: bytes) -> None:
-    _write(path, lambda file: file.write(content))
-
-
-def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    _write(path, lambda file: np.savez_compressed(file, **arrays))  # type: ignore[arg-type]
-
-
-def _write(path: Path, fill: Callable[[IO[bytes]], object]) -> None:
-    """Into a temporary file beside ``path``, then renamed over it."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            fill(file)
-        os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-
-
-def _umask() -> int:
-    """mkstemp makes private files; results are as readable as any other file of the user."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 SETTINGS = "settings.json"
@@ -131,9 +80,7 @@ MEASURES = {
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
-    with open(folder / SUMMARY, encoding="utf-8") as file:
-        document: dict[str, Any] = json.load(file)
-    return document
+    return read_json(folder / SUMMARY)
 
 
 def read_examples(folder: Path) -> dict[str, np.ndarray]:
@@ -141,5 +88,4 @@ def read_examples(folder: Path) -> dict[str, np.ndarray]:
     [p]) the ``fates`` uint8 [p, b, rows, columns], the patch a removed one was matched to (``partners`` int
     [p, b, rows, columns], -1: kept) and its ``values`` [p, b]. Of dense decoders also ``before`` [b, h, w] and
     ``after`` [p, b, h, w]."""
-    with np.load(folder / EXAMPLES, allow_pickle=False) as arrays:
-        return {name: arrays[name] for name in arrays.files}
+    return _read_arrays(folder / EXAMPLES)

@@ -6,6 +6,11 @@ from dataclasses import dataclass, fields
 
 from pullback.errors import PullbackError
 
+HELD_OUT = 1 << 40
+"""First seed of the scenes that no embedded model was trained on: the bank and the demo start here."""
+QUERIES = 2 * HELD_OUT
+"""First seed of the scenes that embedded models are evaluated on."""
+
 SETTINGS = ("room", "open ground")
 ARRANGEMENTS = ("row of {}s", "ring of {}s", "tower of {}s", "one giant {}")
 SHAPES = ("sphere", "box", "cylinder")

@@ -29,7 +29,7 @@ from typing import IO, Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pullback import __version__
 from pullback.data.crops import RATIO, SCALE, Crop
@@ -38,6 +38,7 @@ from pullback.data.sources import LISTED, Source, open_source
 from pullback.errors import PullbackError
 from pullback.operators import ProductCount
 from pullback.probes import MultiLayerProbe, ProbeMap
+from pullback.runs.provenance import weights_hash
 from pullback.targets.origin import Origin
 from pullback.targets.recipe import Recipe
 from pullback.targets.shards import Shard, SkippedItem
@@ -334,15 +335,6 @@ FORMAT = 1
 
 NOT_COMPARED = ("model", "pullback")
 """The weights' hash says which model it is, whatever its folder is called; another version may finish a store."""
-
-
-def weights_hash(module: nn.Module) -> str:
-    """sha256 over names, dtypes, shapes and bytes of all parameters and buffers, sorted by name."""
-    digest = hashlib.sha256()
-    for name, value in sorted(module.state_dict().items()):
-        digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
-        digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-    return digest.hexdigest()
 
 
 def configuration(

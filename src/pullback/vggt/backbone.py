@@ -16,9 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pullback.backbones.embedded import EMBEDDED
 from pullback.backbones.loading import check_evaluation_mode, resolve_device
 from pullback.errors import ModelError
+from pullback.models.embedded import EMBEDDED
 from pullback.tokens import TokenLayout
 from pullback.vggt.checkpoint import CONFIG, MODEL_TYPE, VGGT
 from pullback.vggt.network.rope import Rope

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pullback.backbones.embedded import EMBEDDED
 from pullback.backbones.loading import fetched_file, first_line, known_file, resolve_device
 from pullback.errors import ModelError
+from pullback.models.embedded import EMBEDDED
 from pullback.vggt.network import VGGTConfig, VGGTNetwork
 
 CONFIG, WEIGHTS, MODEL_TYPE = "config.json", "model.safetensors", "vggt"

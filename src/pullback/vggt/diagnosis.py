@@ -24,10 +24,11 @@ from pullback.decoders import task_distance
 from pullback.errors import ModelError, PullbackError
 from pullback.geometry import SampleDiagnosis, Tractability, classify, diagnose, layer_multiplicity
 from pullback.geometry.diagnosis import join_tables
-from pullback.geometry.folder import DiagnosisRequest, Watcher, make_folder, settings, thumbnails, write_layers
+from pullback.geometry.folder import DiagnosisRequest, Watcher, settings, thumbnails, write_layers
 from pullback.operators import ProductCount
 from pullback.randnla import Estimate
 from pullback.runs import documents as files
+from pullback.runs.files import make_folder
 from pullback.vggt.backbone import SceneBackbone, load_scene_backbone
 from pullback.vggt.decoders import SCENE_DECODERS, build_scene_decoder
 from pullback.vggt.probes import SceneInputProbe, SceneProbe

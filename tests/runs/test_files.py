@@ -8,6 +8,7 @@ import pytest
 
 from pullback.errors import PullbackError
 from pullback.runs import documents as files
+from pullback.runs.files import write_arrays, write_json, write_text
 
 
 def test_numbers_stay_on_one_line_and_nothing_changes(tmp_path):
@@ -21,7 +22,7 @@ def test_numbers_stay_on_one_line_and_nothing_changes(tmp_path):
         "mixed": [1, None],
         "greek": "κ",
     }
-    files.write_json(tmp_path / "x.json", document)
+    write_json(tmp_path / "x.json", document)
     text = (tmp_path / "x.json").read_text(encoding="utf-8")
     assert json.loads(text) == document
     assert '"numbers": [1, -2.5, 3e-07, 1e+22]' in text and "κ" in text
@@ -29,15 +30,15 @@ def test_numbers_stay_on_one_line_and_nothing_changes(tmp_path):
 
 def test_a_value_that_is_not_json_leaves_the_old_file(tmp_path):
     path = tmp_path / "x.json"
-    files.write_json(path, {"a": 1})
+    write_json(path, {"a": 1})
     with pytest.raises(ValueError, match="JSON"):
-        files.write_json(path, {"a": float("nan")})
+        write_json(path, {"a": float("nan")})
     assert json.loads(path.read_text()) == {"a": 1}
 
 
 def test_a_failure_while_writing_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
     path = tmp_path / "x.npz"
-    files.write_arrays(path, {"a": np.arange(3)})
+    write_arrays(path, {"a": np.arange(3)})
 
     def fail(file, **arrays):
         file.write(b"half")
@@ -45,13 +46,13 @@ def test_a_failure_while_writing_leaves_the_old_file_and_no_other(tmp_path, monk
 
     monkeypatch.setattr(np, "savez_compressed", fail)
     with pytest.raises(OSError, match="disk full"):
-        files.write_arrays(path, {"a": np.arange(4)})
+        write_arrays(path, {"a": np.arange(4)})
     assert [p.name for p in tmp_path.iterdir()] == ["x.npz"]
     assert len(np.load(path)["a"]) == 3
 
 
 def test_files_are_as_readable_as_any_other(tmp_path):
-    files.write_text(tmp_path / "ours", "")
+    write_text(tmp_path / "ours", "")
     (tmp_path / "plain").write_text("")
     assert stat.S_IMODE((tmp_path / "ours").stat().st_mode) == stat.S_IMODE((tmp_path / "plain").stat().st_mode)
 

@@ -1,0 +1,1 @@
+"""What every long job shares: folders, settings, rows, atomic writes, provenance, progress. Without torch."""

@@ -1,0 +1,110 @@
+"""Files that a reader never meets half-written, and folders that are checked before the long work starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from pullback.errors import PullbackError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+# A list of plain numbers that `json.dumps(indent=...)` spread over lines. No string holds a raw newline: none matches.
+_NUMBERS = re.compile(r"\[\n\s+(-?[\d.eE+-]+(?:,\n\s+-?[\d.eE+-]+)*)\n\s+\]")
+
+
+def make_folder(out: str | os.PathLike[str]) -> Path:
+    """Create the folder, or raise an error that names it and says why it cannot be used."""
+    path = Path(out)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PullbackError(f"out: cannot make the folder {path} ({error.strerror}). Choose another --out.") from None
+    if not os.access(path, os.W_OK):
+        raise PullbackError(f"out: the folder {path} is not writable. Choose another --out.")
+    return path
+
+
+def write_atomic(
+    path: Path, fill: Callable[[IO[bytes]], object], *, durable: bool = False, check: Callable[[], None] | None = None
+) -> None:
+    """Fill a temporary file beside ``path``, then rename it over ``path``: the file is there whole or not at all.
+
+    ``durable`` also waits for the disk, so that the file survives a power cut. ``check`` runs just before the renaming
+    and may raise to prevent it.
+    """
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            fill(file)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        os.chmod(temporary, 0o666 & ~_umask())  # mkstemp makes private files
+        if check is not None:
+            check()
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    if durable:
+        _sync_folder(path.parent)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Delete the temporary files that a killed run left behind."""
+    for leftover in folder.glob(".*.tmp"):
+        leftover.unlink(missing_ok=True)
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    write_atomic(path, lambda file: file.write(content))
+
+
+def write_text(path: Path, text: str) -> None:
+    write_bytes(path, text.encode("utf-8"))
+
+
+def write_json(path: Path, document: Mapping[str, Any], *, durable: bool = False) -> None:
+    """Write strict JSON, with lists of numbers on one line."""
+    text = json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False)
+    text = _NUMBERS.sub(lambda match: "[" + re.sub(r",\n\s+", ", ", match[1]) + "]", text)
+    write_atomic(path, lambda file: file.write(f"{text}\n".encode()), durable=durable)
+
+
+def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    import numpy as np
+
+    write_atomic(path, lambda file: np.savez_compressed(file, **arrays))  # type: ignore[arg-type]
+
+
+def read_json(path: Path, argument: str = "folder") -> dict[str, Any]:
+    """The JSON object in a file, or an error that blames ``argument`` and says what is wrong with the file."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:  # also UnicodeDecodeError and JSONDecodeError
+        raise PullbackError(f"{argument}: {path} cannot be read as JSON ({error}). Choose another folder.") from None
+    if not isinstance(document, dict):
+        raise PullbackError(f"{argument}: {path} holds {type(document).__name__}, expected a JSON object.")
+    return document
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _sync_folder(folder: Path) -> None:
+    """Wait until the renaming itself is on the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

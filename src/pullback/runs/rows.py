@@ -1,0 +1,49 @@
+"""Append-only rows: one JSON object a line, in a file that a run may be killed over at any moment."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pullback.errors import PullbackError
+from pullback.runs.files import write_bytes, write_text
+
+
+class Rows:
+    """The rows of one file. A half-written last line, left by a killed run, is cut off before anything is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def read(self) -> list[dict[str, Any]]:
+        """All whole rows; an empty list where there is no file yet."""
+        if not self.path.is_file():
+            return []
+        content = self.path.read_bytes()
+        whole = content[: content.rfind(b"\n") + 1]
+        if whole != content:
+            write_bytes(self.path, whole)
+        rows = []
+        for number, line in enumerate(whole.splitlines(), start=1):
+            try:
+                rows.append(json.loads(line))
+            except ValueError as error:  # of JSON or of UTF-8
+                raise PullbackError(
+                    f"out: line {number} of {self.path} is no JSON ({error}). Choose another folder."
+                ) from None
+        return rows
+
+    def add(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Append rows in one write. NaN and infinity are refused: strict JSON has no words for them."""
+        text = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
+        if text:
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write(text)
+
+    def keep(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
+        """Rewrite the file with the rows that are wanted, for instance those up to the last checkpoint."""
+        if self.path.is_file():
+            kept = [row for row in self.read() if wanted(row)]
+            write_text(self.path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept))

@@ -1,0 +1,61 @@
+"""Settings that decide the numbers of a run: written once, and the same again whenever the run goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from pullback.errors import PullbackError
+from pullback.runs.files import read_json, write_json
+
+
+def keep_settings(
+    path: Path,
+    settings: Mapping[str, Any],
+    *,
+    holds: str,
+    ignore: Collection[str] = (),
+    may_be_added: Collection[str] = (),
+) -> dict[str, Any]:
+    """Write the settings to ``path``, or compare them with what is there; return the ones in force.
+
+    ``may_be_added``: names that may be None on one side; the value that is known is kept.
+    """
+    stored = read_json(path, "out") if path.is_file() else None
+    if stored is None:
+        in_force = dict(settings)
+    else:
+        check_settings(stored, settings, path.parent, holds=holds, ignore=ignore, may_be_added=may_be_added)
+        known = {name: stored[name] for name in may_be_added if settings.get(name) is None and name in stored}
+        in_force = {**settings, **known}
+    write_json(path, in_force)
+    return in_force
+
+
+def check_settings(
+    stored: Mapping[str, Any],
+    asked: Mapping[str, Any],
+    where: object,
+    *,
+    holds: str,
+    ignore: Collection[str] = (),
+    may_be_added: Collection[str] = (),
+) -> None:
+    """Raise an error that names every setting in which ``stored`` and ``asked`` differ.
+
+    ``holds`` says in the message what is stored, such as "targets" or "a comparison".
+    """
+    different = [
+        name
+        for name in {**stored, **asked}
+        if name not in ignore
+        and stored.get(name) != asked.get(name)
+        and not (name in may_be_added and None in (stored.get(name), asked.get(name)))
+    ]
+    if different:
+        listing = "; ".join(f"{name}: {stored.get(name)!r} there, {asked.get(name)!r} asked for" for name in different)
+        raise PullbackError(
+            f"out: {where} holds {holds} with other settings ({listing}). Ask for the same settings to go on with it, "
+            "or choose another folder."
+        )

@@ -1,0 +1,1 @@
+"""Procedural scenes with everything known about them."""
