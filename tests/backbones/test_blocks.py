@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from helpers.families import SMALL_MODELS, model_of, random_normal
-from pullback.backbones import Block, LinearizedBlock, Rope, linearized_attention, load_backbone
+from pullback.backbones import Block, LinearizedBlock, Rope, linearized, load_backbone
 from pullback.errors import ShapeError
 from pullback.tokens import TokenLayout
 
@@ -122,7 +122,7 @@ def test_products_do_not_depend_on_how_many_heads_are_processed_together(heads_a
     x, v, c = (random_normal(*shape, seed=i) for i, shape in enumerate([(2, 7, 24), (2, 5, 7, 24), (2, 5, 7, 24)]))
     linear = LinearizedBlock(block, x)
     together = linear.jvp(v), linear.vjp(c)
-    monkeypatch.setattr(linearized_attention, "CACHE_BYTES", heads_at_a_time * 7 * 5 * 7 * 8)
+    monkeypatch.setattr(linearized, "CACHE_BYTES", heads_at_a_time * 7 * 5 * 7 * 8)
     groups = linear.attention._groups(5, v)
     assert len(groups) == (6 if heads_at_a_time == 1 else 2)
     torch.testing.assert_close((linear.jvp(v), linear.vjp(c)), together)

@@ -10,12 +10,12 @@ import typer
 from click.testing import Result
 from typer.testing import CliRunner
 
-from pullback.cli import prune_rows
 from pullback.cli.common import BAD_INPUT, INTERRUPTED
 from pullback.cli.prune import prune
 from pullback.experiments.demo import write_pictures
 from pullback.learning.head import HeadConfig, ImportanceHead
 from pullback.learning.spn import SpectralPullbackNetwork, SpnConfig
+from pullback.pruning import compare_rows as prune_rows
 from pullback.scenes.render import render
 from pullback.targets.origin import Origin
 

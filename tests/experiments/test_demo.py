@@ -6,8 +6,8 @@ import torch
 from PIL import Image
 
 import pullback as pb
-from pullback import demo
 from pullback.data.images import IMAGENET_MEAN, IMAGENET_STD
+from pullback.experiments import demo
 from pullback.runs import documents as files
 from pullback.scenes.render import CLASSES, render
 from pullback.scenes.splits import HELD_OUT

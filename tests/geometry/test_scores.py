@@ -11,7 +11,7 @@ import pullback as pb
 from helpers.families import images_for, model_of, random_normal
 from pullback.backbones import Backbone
 from pullback.errors import DecoderError, PullbackError, RankError, ShapeError
-from pullback.geometry import token_scores
+from pullback.geometry import scores as token_scores
 from pullback.geometry.scores import (
     block_energies,
     exact_block_norms,

@@ -6,10 +6,10 @@ import torch
 
 import pullback as pb
 from helpers.families import model_of, random_normal
-from pullback import planning
 from pullback.backbones import load_backbone
 from pullback.errors import PullbackError
 from pullback.evaluation.cost import Timing
+from pullback.pruning import budget as planning
 from pullback.pruning.budget import Calibration, output_degradation, plan_pruning
 from pullback.scenes.render import normalised, render
 

@@ -5,8 +5,8 @@ from dataclasses import fields
 import pytest
 import torch
 
-from pullback.data import scenes
 from pullback.errors import ImageError, PullbackError
+from pullback.scenes import render as scenes
 from pullback.scenes.render import SHIFTED, TRAINING, SceneBatch, normalised, render
 
 SEEDS = range(200)

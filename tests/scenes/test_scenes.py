@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pullback.data import scenes
+from pullback.scenes import render as scenes
 from pullback.scenes.arrangement import Layout, lay_out
 from pullback.scenes.camera import BOX, CYLINDER, SPHERE
 from pullback.scenes.draws import Draws

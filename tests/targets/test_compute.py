@@ -15,7 +15,7 @@ from helpers.pictures import SIZE, SMALL, encoded, small_probe, write_pictures
 from helpers.rows import assert_same_rows
 from pullback.data import Crop, open_source, read_crop
 from pullback.errors import ImageError, ModelError, PullbackError
-from pullback.learning import shards
+from pullback.targets import shards
 from pullback.targets.compute import compute_table, compute_targets
 from pullback.targets.recipe import Recipe, targets_of
 from pullback.targets.store import StaleRun, StoreWriter, TargetStore

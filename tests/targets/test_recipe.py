@@ -6,7 +6,7 @@ import torch
 import pullback as pb
 from helpers.truth import FunctionProbe, normal, random_images, seeded, truth_of, with_singular_values
 from pullback.errors import DecoderError, ImageError, NumericsError, PullbackError, RankError
-from pullback.learning import targets
+from pullback.targets import recipe as targets
 from pullback.targets.recipe import choose_method, targets_of
 
 RANK = 4

@@ -8,8 +8,8 @@ from safetensors.torch import load_file, save_file
 
 import pullback as pb
 from helpers.vggt_models import TINY, scenes, tiny
-from pullback.backbones import vggt_checkpoint
 from pullback.errors import ModelError
+from pullback.vggt import checkpoint as vggt_checkpoint
 
 CONFIG = pb.VGGTConfig(**TINY)
 

@@ -8,11 +8,11 @@ import torch
 import pullback as pb
 from helpers.vggt_models import scenes, tiny
 from pullback.errors import ModelError, PullbackError
-from pullback.pruning import view_matching
 from pullback.pruning.forward import decide
 from pullback.pruning.matching import cosines as all_cosines
 from pullback.pruning.matching import match_by_cosine, rows
 from pullback.tokens import TokenLayout
+from pullback.vggt import matching as view_matching
 from pullback.vggt.matching import Groups, group_tokens, nearest, residuals, strided_grid
 from pullback.vggt.network import block
 from pullback.vggt.pruning import PrunedVGGT, prune_views, view_plan
