@@ -120,7 +120,7 @@ def load_plugins() -> tuple[str, ...]:
             point.load()()
         except Exception as error:
             raise PullbackError(
-                f"plugin {point.name!r} ({point.value}) could not be loaded: {error!r}. Repair or uninstall its package."
+                f"plugin {point.name!r} ({point.value}) could not be loaded: {error!r}. Repair or remove its package."
             ) from error
         found.append(point.name)
     return tuple(found)
