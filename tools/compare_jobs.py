@@ -29,8 +29,6 @@ from typing import Any
 
 import numpy as np
 
-sys.modules["matplotlib"] = None  # type: ignore[assignment]  # no figures: they are not compared, and take time
-
 SIZE = 112
 IGNORED = {"date", "seconds", "machine", "versions", "pullback", "commit", "torch", "python", "transformers"}
 """Keys of JSON documents that say when, where and by which release, and may differ."""
@@ -734,6 +732,7 @@ def main() -> None:
     parser.add_argument("--weights", type=Path)
     parser.add_argument("--src", type=Path, help="refuse a package that does not come from here")
     options = parser.parse_args()
+    sys.modules["matplotlib"] = None  # type: ignore[assignment]  # no figures: they are not compared, and take time
     import pullback
 
     found = Path(pullback.__file__).resolve().parents[1]

@@ -17,9 +17,9 @@ A room is a package or module directly under `pullback`: `backbones`, `cli`, `er
 Each job runs in a process of its own, in which the command runs as `python -m pullback` would. Figures are left out:
 they are drawn by another process, which is not traced. The first line counts the files and lines of the package.
 
-At commit e84502d: diagnose 51 files, targets 53, pb.compute_table of a loaded probe 37, prune 62, pb.prune + call 27, in
-209 files of 25,084 lines. `pullback/__init__.py`, which looks public names up, is one of the 37 and of the 27. Changes
-of prune vary by a fifth from run to run, since it measures times until they are steady.
+At commit e84502d: diagnose 51 files, targets 53, pb.compute_table of a loaded probe 37, prune 62, pb.prune + call 27,
+in 209 files of 25,084 lines. `pullback/__init__.py`, which looks public names up, is one of the 37 and of the 27.
+Changes of prune vary by a fifth from run to run, since it measures times until they are steady.
 """
 
 from __future__ import annotations
