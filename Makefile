@@ -4,7 +4,7 @@ WORKERS ?= 2
 BIN     := .venv/bin
 STAMP   := .venv/.installed
 
-.PHONY: venv demo test lint format bench wheel-check clean
+.PHONY: venv demo test test-portable lint format bench wheel-check clean
 .DEFAULT_GOAL := test
 
 venv: $(STAMP)
@@ -34,6 +34,25 @@ lint: venv
 # One thread per worker, so that workers do not compete for cores and sums are added in the same order every time.
 test: lint
 	@OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/pytest -q -n $(WORKERS) --dist worksteal
+
+# The numerical tests as other CPUs would run them: torch and MKL are told which vector instructions to use, and once how
+# many threads. Each configuration is run, even after one that failed; those that this CPU has not are named and skipped.
+NUMERICAL := $(addprefix tests/,randnla operators geometry theory evaluation pruning probes)
+ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+test-portable: venv
+	@failed=; \
+	portable() { \
+	    echo "[portable] $$*"; \
+	    env "$$@" $(BIN)/pytest -q -n $(WORKERS) --dist worksteal $(NUMERICAL) || failed="$$failed\n[portable] failed: $$*"; \
+	}; \
+	portable $(ONE_THREAD) ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE; \
+	for width in avx2 avx512; do \
+	    if grep -qsw "$$width\|$${width}f" /proc/cpuinfo; \
+	    then portable $(ONE_THREAD) ATEN_CPU_CAPABILITY=$$width MKL_CBWR=$$(echo $$width | tr a-z A-Z); \
+	    else echo "[portable] skipped: $$width, which /proc/cpuinfo does not name"; fi; \
+	done; \
+	portable OMP_NUM_THREADS=2 MKL_NUM_THREADS=2; \
+	test -z "$$failed" || { printf "$${failed#??}\n"; exit 1; }
 
 format: venv
 	@$(BIN)/ruff check --fix --quiet .

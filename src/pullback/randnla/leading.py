@@ -115,8 +115,11 @@ def _high_power(matrices: Tensor, ratio: float) -> Tensor:
 
 
 def _orthonormal(columns: Tensor) -> Tensor:
-    """NaN where the columns are dependent."""
-    basis, trusted = cholesky_qr(columns)
+    """An orthonormal basis of columns [B, p, 32], NaN where they are too dependent for one.
+
+    The tolerance is far below that of the eigenvectors, and rounding of the basis is mended by the next round.
+    """
+    basis, trusted = cholesky_qr(columns, tolerance=1e-6)
     return torch.where(trusted[:, None, None], basis, torch.nan)
 
 
