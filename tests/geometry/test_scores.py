@@ -243,7 +243,7 @@ def test_a_metric_of_a_latent_space_is_refused():
 def test_wrong_arguments_are_named():
     probe = pb.load_probe(model_of("dinov2"), "cls", LAYER)
     tokens, here = stage(probe, images_for("dinov2", GRID))
-    with pytest.raises(PullbackError, match="method: expected one of auto, exact, krylov, got 'svd'"):
+    with pytest.raises(PullbackError, match="method: expected one of auto, krylov, paper, exact, got 'svd'"):
         exact_importance(probe, method="svd")
     with pytest.raises(PullbackError, match=r"probe: expected a ProbeMap .*, got MultiLayerProbe"):
         exact_modes(pb.multi_layer_probe(model_of("depth-v2")))

@@ -22,14 +22,9 @@ from pullback.geometry.importance import block_norms
 from pullback.geometry.spectrum import as_token_maps, finite_products, in_batches, samples_that_fit
 from pullback.operators import JacobianOperator, LinearOperator, LowRankMetric, check_sensitive
 from pullback.probes import Features, ProbeMap
-from pullback.randnla import Streams, block_krylov, exact_svd, output_krylov
-from pullback.randnla.svd import check_rank, default_block
+from pullback.randnla import Streams, choose_method, leading_modes
 from pullback.tokens import TokenLayout
 
-METHODS = ("auto", "exact", "krylov")
-_USUAL_DEPTH = 8
-_MAX_DENSE_BYTES = 2e9
-"""Of the dense J of one sample: a constant, so that every machine takes the same route."""
 _IDENTITY_CHUNK = 64
 
 
@@ -56,8 +51,8 @@ def exact_importance(
 ) -> TokenScore:
     """imp* by the Jacobian itself.
 
-    ``method``: "exact" (min(M, N D) products, no sampling), "krylov" (until the energies are accurate to ``rtol``) or
-    "auto", whichever takes fewer products. Every image uses the same ``seed``, so its score is its own.
+    ``method``: see `randnla.modes`; "krylov" goes on until the energies are accurate to ``rtol``. Every image uses the
+    same ``seed``, so its score is its own.
     """
     metric_at = _metric(probe, rank, method, rtol, seed)
 
@@ -143,14 +138,13 @@ def block_energies(op: LinearOperator, tokens: int) -> Tensor:
 def _metric(
     probe: ProbeMap, rank: int, method: str, rtol: float, seed: int
 ) -> Callable[[Tensor, Context], LowRankMetric]:
-    if method not in METHODS:
-        raise PullbackError(f"method: expected one of {', '.join(METHODS)}, got {method!r}.")
+    choose_method(method, 1, 1, rank)  # refuses unknown names before anything is computed
     _check_probe(probe)
 
     def metric_at(tokens: Tensor, context: Context) -> LowRankMetric:
         def work(op: JacobianOperator, shape: torch.Size, streams: Streams) -> tuple[Tensor, Tensor]:
-            values, right = _leading(op, rank, method, rtol, streams)
-            return values, as_token_maps(right, shape)
+            svd = leading_modes(op, rank, method=method, rtol=rtol, streams=streams).svd
+            return svd.singular_values, as_token_maps(svd.right, shape)
 
         parts = _per_part(probe, tokens, context, work, seed, rank)
         values, modes = (torch.cat(part) for part in zip(*parts, strict=True))
@@ -158,21 +152,6 @@ def _metric(
         return LowRankMetric(modes, values.square())
 
     return metric_at
-
-
-def _leading(op: LinearOperator, rank: int, method: str, rtol: float, streams: Streams) -> tuple[Tensor, Tensor]:
-    """sigma [B, r] and V [B, N D, r]."""
-    check_rank(op, rank)
-    if method == "auto":
-        cheaper = min(op.rows, op.cols) <= 2 * default_block(rank) * _USUAL_DEPTH
-        method = "exact" if cheaper and op.rows * op.cols * op.dtype.itemsize <= _MAX_DENSE_BYTES else "krylov"
-    if method == "exact":
-        svd = exact_svd(op, rank)
-    elif op.rows <= op.cols:
-        svd, _ = output_krylov(op, rank, rtol=rtol, streams=streams)
-    else:
-        svd = block_krylov(op, rank, rtol=rtol, streams=streams)
-    return svd.singular_values, svd.right
 
 
 def _per_part(probe: ProbeMap, tokens: Tensor, context: Context, work: Callable, seed: int, rank: int = 20) -> list:

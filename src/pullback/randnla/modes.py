@@ -1,4 +1,13 @@
-"""Everything the upper rooms want to know about J, from one call: leading modes, capture ratio, effective rank."""
+"""The leading modes of J and what they capture, by one of three methods: the one place where the method is chosen.
+
+    exact    min(m, n) products form J; no sampling
+    krylov   block Krylov until the energies are accurate enough; the rest of J is sampled
+    paper    the paper's Algorithms 1 and 2 literally
+    auto     exact where that takes fewer products and J is not too large, otherwise krylov
+
+`leading_modes` gives the modes alone, for targets and scores; `sketch` also the captured energy and the effective rank,
+for the diagnosis.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +22,17 @@ from pullback.errors import PullbackError
 from pullback.operators.base import LinearOperator, ProductCount
 from pullback.randnla.estimate import Estimate
 from pullback.randnla.krylov import KrylovSpace
+from pullback.randnla.output_space import OutputSpace, krylov_outputs, output_krylov, pulled_outputs
 from pullback.randnla.slq import effective_rank
 from pullback.randnla.streams import Streams
 from pullback.randnla.svd import Svd, block_krylov, check_rank, default_block, exact_svd, power_iteration
 from pullback.randnla.trace import deflated_hutchinson, draw_probes, energy, hutchinson, tail_energies
 
 METHODS = ("auto", "krylov", "paper", "exact")
+MAX_DENSE_BYTES = 2e9
+"""Of the dense J of one sample, for "auto". A constant, not a share of the memory: every machine must choose alike."""
+USUAL_DEPTH = 8
+"""Blocks that a Krylov space usually grows to."""
 _TRUNCATION_SHARE = 0.2
 """The Krylov space grows until its truncation error is this fraction of the trace noise: the se then covers both."""
 _MARGIN = 2
@@ -26,8 +40,59 @@ _MARGIN = 2
 part only, and two blocks are cheap beside the Lanczos runs whose noise they lower."""
 _NOTHING = 1e-9
 """A smaller share in the tail is the round-off of a basis that holds everything: energies miss at most the tail."""
-_USUAL_DEPTH = 8
 _MAX_TRACE_PROBES = 1024
+
+
+def choose_method(method: str, rows: int, cols: int, rank: int, *, sampled: int = 0, itemsize: int = 4) -> str:
+    """What "auto" means for a J of rows x cols; other methods as they are.
+
+    ``sampled``: products that the Krylov route needs besides those of its space, for what it cannot know exactly.
+    Sizes alone decide, so that every machine and every batch size decides alike.
+    """
+    if method not in METHODS:
+        raise PullbackError(f"method: expected one of {', '.join(METHODS)}, got {method!r}.")
+    if method != "auto":
+        return method
+    cheaper = min(rows, cols) <= 2 * default_block(rank) * USUAL_DEPTH + sampled
+    return "exact" if cheaper and rows * cols * itemsize <= MAX_DENSE_BYTES else "krylov"
+
+
+@dataclass(frozen=True)
+class LeadingModes:
+    """The modes, and what was learned about the output space on the way."""
+
+    svd: Svd
+    known: OutputSpace | None  # None: J is known exactly
+    captured: Tensor | None  # [B], the energy in the space that the modes were found in, where it is known
+    method: str
+
+
+def leading_modes(
+    op: LinearOperator,
+    rank: int,
+    *,
+    method: str = "auto",
+    rtol: float = 1e-3,
+    sampled: int = 0,
+    precision: str = "float32",
+    streams: Streams,
+) -> LeadingModes:
+    """The leading ``rank`` modes of J, their energies accurate to ``rtol`` (krylov); ``sampled`` as in `choose_method`.
+
+    The Krylov space is built on the shorter side of J, where its algebra is cheap.
+    """
+    check_rank(op, rank)
+    method = choose_method(method, op.rows, op.cols, rank, sampled=sampled, itemsize=op.dtype.itemsize)
+    if method == "exact":
+        return LeadingModes(exact_svd(op, rank, full=False, precision=precision), None, None, method)
+    if method == "paper":
+        svd = power_iteration(op, rank, streams=streams)
+        return LeadingModes(svd, pulled_outputs(op, svd.deflation()[1]), None, method)
+    if op.rows <= op.cols:
+        svd, known = output_krylov(op, rank, rtol=rtol, streams=streams)
+        return LeadingModes(svd, known, known.pulled.square().sum((1, 2)).double(), method)
+    svd = block_krylov(op, rank, rtol=rtol, streams=streams)
+    return LeadingModes(svd, krylov_outputs(svd), energy(svd.deflation()[1]), method)
 
 
 @dataclass(frozen=True)
@@ -59,7 +124,6 @@ def sketch(
     lanczos_steps: int = 30,
     slq_probes: int = 16,
     max_depth: int = 40,
-    max_dense_bytes: float = 2e9,
     streams: Streams,
 ) -> Sketch:
     """Leading ``rank`` modes, kappa_cap(1..rank) = sum_{i<=j} sigma_i^2 / |J|_F^2, and the effective rank.
@@ -67,17 +131,14 @@ def sketch(
     "krylov": block Krylov + Hutchinson and SLQ deflated by its basis; ``rtol`` bounds the relative se of kappa and of
     the effective rank. "paper": Algorithms 1 and 2, plain Hutchinson and SLQ, with ``rayleigh_ritz`` rotated into
     singular vectors, which the leading QR columns are not. "exact": min(m, n) products, no sampling.
-    "auto": exact where that takes fewer products and J fits into ``max_dense_bytes``, otherwise krylov.
+    "auto": see `choose_method`.
     ``num_probes``: trace probes, by default 32 (krylov) or the paper's 100. With ``rtol`` the most difficult sample of
     the batch decides how many are drawn; without it, a sample's numbers do not depend on its batch.
     """
     check_rank(op, rank)
-    if method not in METHODS:
-        raise PullbackError(f"method: expected one of {', '.join(METHODS)}, got {method!r}.")
+    sampled = (num_probes or 32) + (2 * lanczos_steps * slq_probes if with_effective_rank else 0)
+    method = choose_method(method, op.rows, op.cols, rank, sampled=sampled, itemsize=op.dtype.itemsize)
     spent = op.products
-    if method == "auto":
-        probing = (num_probes or 32) + (2 * lanczos_steps * slq_probes if with_effective_rank else 0)
-        method = _choose(op, 2 * default_block(rank) * _USUAL_DEPTH + probing, max_dense_bytes)
     if method == "exact":
         svd = exact_svd(op, rank)
         total = Estimate.exact(cast(Tensor, svd.spectrum).double().square().sum(-1))
@@ -157,9 +218,3 @@ def capture_ratio(svd: Svd, total: Estimate, captured: Tensor | None) -> Estimat
     whole = torch.where(total.value > 0, total.value, 1.0)[:, None]
     kappa = energies / whole
     return Estimate.of(kappa, torch.hypot(kappa * total.relative_se[:, None], missing / whole))
-
-
-def _choose(op: LinearOperator, krylov_products: int, max_dense_bytes: float) -> str:
-    dense_bytes = op.batch * op.rows * op.cols * op.dtype.itemsize
-    cheaper = min(op.rows, op.cols) <= krylov_products
-    return "exact" if cheaper and dense_bytes <= max_dense_bytes else "krylov"

@@ -1,8 +1,8 @@
-"""The leading modes of a dense J without the rest of its spectrum: what targets need, and nothing slow on a GPU.
+"""The leading eigenpairs of small dense matrices without the rest of their spectrum, by nothing that is slow on a GPU.
 
-A symmetric eigenproblem of 768 x 768 takes an H200 8 ms, the 768 products behind it 3 ms, and all but r of its vectors
-are thrown away. Orthogonal iteration on G = J J^T needs matrix products, and eigenproblems of 32 x 32, which GPUs solve
-by the batch:
+A GPU takes longer for the full eigenproblem of G = J J^T than for the products that G is made of, and all but r of the
+vectors are thrown away. Orthogonal iteration needs matrix products, and eigenproblems of 32 x 32, which GPUs solve by
+the batch:
 
     Y <- orth(G^k Y), Y [p, 32];   Y^T G Y = Z diag(theta) Z^T,   Y <- Y Z
 
@@ -18,54 +18,11 @@ import math
 import torch
 from torch import Tensor
 
-from pullback.operators import LinearOperator
-from pullback.operators.execution import matmul_precision
-from pullback.randnla import Svd
 from pullback.randnla.orthonormal import cholesky_qr
-from pullback.randnla.svd import check_rank
 
 _COLUMNS, _SPARE = 32, 4
 _CHECKS, _BETWEEN_CHECKS, _SQUARINGS = 40, 3, 5
 _SPREAD = 1e6  # of the r leading eigenvalues of G^k
-
-
-def exact_modes(op: LinearOperator, rank: int, *, precision: str = "float32", chunk: int = 8192) -> Svd:
-    """The leading modes and all column energies from the dense J, formed by min(m, n) products. No full spectrum.
-
-    ``precision`` "tf32" or "bf16": G is added up from TF32 products, whose independent rounding averages out over the
-    long side of J.
-    """
-    check_rank(op, rank)
-    spent = op.products
-    dense = op.dense()
-    wide = op.rows <= op.cols
-    thin = dense.mT if wide else dense  # the long side first: [B, max(m, n), p]
-    small, squares = gram_and_rows(thin, precision, chunk)
-    values, vectors = (leading_eigenpairs if small.is_cuda else all_eigenpairs)(small, rank)  # LAPACK is quick enough
-    right = vectors.to(op.dtype)
-    if wide:  # v = J^T u / sigma, with zeros where sigma vanishes
-        right = thin @ right
-        norms = torch.linalg.vector_norm(right, dim=1, keepdim=True, dtype=torch.float64)
-        kept = norms > torch.finfo(op.dtype).eps * norms[..., :1]
-        right = right * (kept / torch.where(kept, norms, 1.0)).to(op.dtype)
-    sigma = values.clamp_min(0).sqrt().to(op.dtype)
-    energies = squares if wide else small.diagonal(dim1=1, dim2=2)
-    return Svd(sigma, right, torch.zeros_like(sigma), op.products - spent, 1, column_energies=energies)
-
-
-def gram_and_rows(thin: Tensor, precision: str, chunk: int = 8192) -> tuple[Tensor, Tensor]:
-    """X^T X [B, p, p] and the squared norms [B, q] of the rows of X [B, q, p], both float64, piece by piece."""
-    small = thin.new_zeros(len(thin), thin.shape[2], thin.shape[2], dtype=torch.float64)
-    squares = []
-    for part in thin.split(chunk, dim=1):
-        if precision == "float32":
-            part = part.double()
-            small += part.mT @ part
-        else:
-            with matmul_precision("tf32"):
-                small += part.mT @ part
-        squares.append(torch.linalg.vector_norm(part, dim=2, dtype=torch.float64).square())
-    return small, torch.cat(squares, 1)
 
 
 def leading_eigenpairs(matrices: Tensor, rank: int, *, tol: float = 1e-5) -> tuple[Tensor, Tensor]:
@@ -124,6 +81,6 @@ def _orthonormal(columns: Tensor) -> Tensor:
 
 
 def all_eigenpairs(matrices: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """The same, of which ``rank`` are returned, by a full decomposition."""
+    """The same pairs by a full decomposition."""
     values, vectors = torch.linalg.eigh(matrices)
     return values.flip(-1)[:, :rank], vectors.flip(-1)[..., :rank]

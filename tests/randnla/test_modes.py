@@ -4,7 +4,7 @@ import torch
 from helpers.spectra import copies, exponential, matrix, power_law, rank_bounded
 from pullback.errors import PullbackError, RankError
 from pullback.operators import DenseOperator, ProductCount
-from pullback.randnla import Streams, effective_rank_from_spectrum, sketch
+from pullback.randnla import Streams, choose_method, effective_rank_from_spectrum, leading_modes, sketch
 
 
 def streams_for(op, seed=0):
@@ -47,13 +47,42 @@ def test_exact_knows_the_whole_spectrum_and_claims_only_round_off():
     assert result.products == ProductCount(vjp=60)
 
 
-def test_auto_takes_the_cheaper_way_and_respects_the_memory():
+def test_auto_takes_the_cheaper_way_and_no_matrix_that_is_too_large(monkeypatch):
     _, small = different_matrices()
     assert sketch(small, 10, streams=streams_for(small)).method == "exact"
-    assert sketch(small, 10, max_dense_bytes=1e5, streams=streams_for(small)).method == "krylov"
     large = copies(matrix(power_law(400, 2.0), 400, 500), 1)
     assert sketch(large, 4, with_effective_rank=False, streams=streams_for(large)).method == "krylov"
     assert sketch(large, 4, streams=streams_for(large)).method == "exact"
+    monkeypatch.setattr("pullback.randnla.modes.MAX_DENSE_BYTES", 1e4)
+    assert sketch(small, 10, streams=streams_for(small)).method == "krylov"
+
+
+@pytest.mark.parametrize(
+    ("rows", "cols", "expected"),
+    [(192, 98688, "exact"), (193, 98688, "krylov"), (150, 10**7, "krylov")],
+)
+def test_auto_takes_what_needs_fewer_products_and_is_not_too_large(rows, cols, expected):
+    assert choose_method("auto", rows, cols, 20, sampled=32) == expected
+
+
+@pytest.mark.parametrize("shape", [(40, 90), (90, 40)], ids=["wide", "tall"])
+@pytest.mark.parametrize("method", ["exact", "krylov", "paper"])
+def test_leading_modes_agree_with_the_dense_truth_whatever_the_method(method, shape):
+    op = copies(matrix(exponential(40, 0.7), *shape), 2)
+    found = leading_modes(op, 3, method=method, rtol=1e-6, streams=streams_for(op))
+    assert found.method == method
+    truth = torch.linalg.svdvals(op.matrix)[:, :3]
+    tolerance = {"paper": 0.05}.get(method, 1e-4)
+    torch.testing.assert_close(found.svd.singular_values, truth, rtol=tolerance, atol=0)
+    if found.known is None:
+        assert method == "exact" and found.svd.column_energies is not None
+    else:
+        torch.testing.assert_close(found.known.pulled, op.matrix.mT @ found.known.basis, rtol=1e-4, atol=1e-4)
+
+
+def test_an_unknown_method_is_refused():
+    with pytest.raises(PullbackError, match="method: expected one of auto, krylov, paper, exact, got 'fast'"):
+        choose_method("fast", 10, 10, 2)
 
 
 def test_the_papers_method_costs_what_it_says():
