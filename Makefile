@@ -55,7 +55,7 @@ wheel-check: venv
 	    "$$folder/env/bin/pip" install -qq --disable-pip-version-check -c constraints.txt "$$folder"/*.whl && \
 	    if unshare -rn true 2>/dev/null; then offline="unshare -rn"; else offline="env HF_HUB_OFFLINE=1"; fi && \
 	    echo "[wheel] diagnosing the embedded model with: $$offline" && cd "$$folder/empty" && \
-	    $$offline "$$folder/env/bin/python" -I "$(CURDIR)/tests/offline_diagnosis.py"
+	    $$offline "$$folder/env/bin/python" -I "$(CURDIR)/tests/helpers/offline_diagnosis.py"
 
 # Keeps .venv, which is expensive to make; remove it by hand to start afresh.
 clean:

@@ -52,6 +52,6 @@ def test_the_package_works_from_the_wheel_without_network(wheel, tmp_path):
     program = f"""
 import runpy, sys
 sys.path.insert(0, {str(site)!r})  # before the checkout, which the environment points to
-runpy.run_path({str(ROOT / "tests" / "offline_diagnosis.py")!r}, run_name="__main__")
+runpy.run_path({str(ROOT / "tests" / "helpers" / "offline_diagnosis.py")!r}, run_name="__main__")
 """
     assert f"from {site}" in run(sys.executable, "-I", "-c", program, cwd=empty)
