@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from rich import box
@@ -11,6 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from pullback.registry import BackboneEntry, DecoderEntry, ScoreEntry
 from pullback.report.wording import (
     UNKNOWN,
     counted,
@@ -172,15 +173,28 @@ def _skipped(document: dict[str, Any]) -> list[RenderableType]:
     return parts
 
 
-def models_table(rows: list[tuple[str, str, str, str]]) -> Table:
-    """What `pullback ls` prints."""
+def models_table(entries: Iterable[BackboneEntry]) -> Table:
+    """Build the table of families of models for `pullback ls`."""
+    rows = [(entry.name, ", ".join(entry.decoders), entry.example, ", ".join(entry.model_types)) for entry in entries]
+    return _listing(("family", "decoders", "for example", "model type in config.json"), rows)
+
+
+def decoders_table(entries: Iterable[DecoderEntry]) -> Table:
+    """Build the table of decoders for `pullback ls`."""
+    return _listing(("decoder", "for", "what it is"), [(e.name, e.family or "images", e.help) for e in entries])
+
+
+def scores_table(entries: Iterable[ScoreEntry]) -> Table:
+    """Build the table of scores per token for `pullback ls`."""
+    return _listing(("score", "needs", "what it is"), [(e.name, e.needs or UNKNOWN, e.help) for e in entries])
+
+
+def _listing(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
-    table.add_column("family", style="cyan", no_wrap=True)
-    table.add_column("decoders")
-    table.add_column("for example", no_wrap=True)
-    table.add_column("transformers' model type", style="dim")
-    for family, types, decoders, example in rows:
-        table.add_row(family, decoders, example, types)
+    for number, head in enumerate(heads):
+        table.add_column(head, style="" if number else "cyan", no_wrap=number == 0)
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
     return table
 
 
