@@ -7,20 +7,17 @@ import pytest
 from typer.testing import CliRunner
 
 import pullback as pb
+from helpers.registry import kept_tables
 from pullback import registry
 from pullback.cli import app, options
 from pullback.errors import PullbackError
 
 
 @pytest.fixture(autouse=True)
-def tables(monkeypatch):
-    """Tables of our own for each test, and plugins not loaded yet."""
-    monkeypatch.setattr(registry, "BACKBONES", dict(registry.BACKBONES))
-    monkeypatch.setattr(registry, "DECODERS", list(registry.DECODERS))
-    monkeypatch.setattr(registry, "SCORES", dict(registry.SCORES))
-    registry.load_plugins.cache_clear()
-    yield
-    registry.load_plugins.cache_clear()
+def tables():
+    """What a test registers is gone afterwards, and plugins are not loaded yet."""
+    with kept_tables():
+        yield
 
 
 def register_three() -> None:
