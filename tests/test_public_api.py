@@ -38,3 +38,9 @@ def test_a_type_checker_sees_a_real_type_for_every_name(tmp_path):
     types = {lines[int(number) - 1]: found for number, found in revealed}
     assert len(types) == len(pb.__all__)
     assert [line for line, found in types.items() if found in ("Any", "builtins.object")] == []
+
+
+def test_every_name_is_on_one_page_of_the_reference():
+    pages = sorted((ROOT / "docs" / "reference").glob("*.md"))
+    listed = [name for page in pages for name in re.findall(r"^::: pullback\.(\w+)$", page.read_text(), re.MULTILINE)]
+    assert sorted(listed) == sorted(NAMES)
