@@ -16,7 +16,6 @@ from pullback.errors import PullbackError
 from pullback.report.progress import ProgressDisplay
 
 if TYPE_CHECKING:
-    from pullback.learning.fit import FitConfig
     from pullback.learning.pretrained import Pretrained
     from pullback.targets.store import TargetStore
 
@@ -73,6 +72,7 @@ def head(
 ) -> None:
     """Train an importance head on stored targets. The same command goes on from its checkpoint; torchrun works."""
     with _run(out, device) as (progress, place):
+        from pullback.learning.fit import FitConfig
         from pullback.learning.head import ImportanceHead
         from pullback.learning.train_head import train_head
         from pullback.targets.store import TargetStore
@@ -98,7 +98,15 @@ def head(
             rank_weight=rank_weight,
             start=None if start is None else ImportanceHead.from_pretrained(start),
             keep_features=not recompute_features,
-            config=_config(steps, batch, learning_rate, validate_every, patience, precision, seed),
+            config=FitConfig(
+                steps=steps,
+                batch=batch,
+                learning_rate=learning_rate,
+                validate_every=validate_every,
+                patience=patience,
+                precision=precision,
+                seed=seed,
+            ),
             out=out,
             tensorboard=tensorboard,
             watch=_watch(progress, {"features": rows, "step": steps}),
@@ -145,6 +153,7 @@ def spn(
     with _run(out, device) as (progress, place):
         refuse_scenes(model, "train spn", _OF_SCENES)
         from pullback.data.sources import open_source
+        from pullback.learning.fit import FitConfig
         from pullback.learning.train_spn import train_spn
 
         progress.stage(f"loading {model}")
@@ -165,7 +174,15 @@ def spn(
             limit=limit,
             keep_features=not recompute_features,
             constant_images=constant_images,
-            config=_config(steps, batch, learning_rate, validate_every, patience, precision, seed),
+            config=FitConfig(
+                steps=steps,
+                batch=batch,
+                learning_rate=learning_rate,
+                validate_every=validate_every,
+                patience=patience,
+                precision=precision,
+                seed=seed,
+            ),
             out=out,
             tensorboard=tensorboard,
             watch=_watch(
@@ -174,28 +191,6 @@ def spn(
             ),
         )
         _finish(fitted, out)
-
-
-def _config(
-    steps: int,
-    batch: int,
-    learning_rate: float,
-    validate_every: int,
-    patience: int | None,
-    precision: str,
-    seed: int,
-) -> FitConfig:
-    from pullback.learning.fit import FitConfig
-
-    return FitConfig(
-        steps=steps,
-        batch=batch,
-        learning_rate=learning_rate,
-        validate_every=validate_every,
-        patience=patience,
-        precision=precision,
-        seed=seed,
-    )
 
 
 @contextmanager
