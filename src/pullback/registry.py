@@ -13,7 +13,6 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import entry_points
 from typing import Any
 
 from pullback.errors import PullbackError
@@ -102,18 +101,23 @@ def register_score(entry: ScoreEntry) -> ScoreEntry:
 
 
 def resolve(code: Code) -> Any:
-    """The object that an entry speaks of, imported where it is given by its place."""
+    """Return the object that an entry names: imported if it is given as "package.module:name", else as it is."""
     if not isinstance(code, str):
         return code
     module, _, name = code.partition(":")
     if not name:
         raise PullbackError(f"registry: expected 'package.module:name', got {code!r}.")
-    return getattr(importlib.import_module(module), name)
+    found = getattr(importlib.import_module(module), name, None)
+    if found is None:
+        raise PullbackError(f"registry: {code!r} does not exist: {module} has no {name!r}. Correct the entry.")
+    return found
 
 
 @cache
 def load_plugins() -> tuple[str, ...]:
-    """Call every function in the entry-point group `pullback`, once; return their names."""
+    """Call every function in the entry-point group `pullback`, once per process; return their names."""
+    from importlib.metadata import entry_points  # slow to import, and `--help` does without
+
     found = []
     for point in entry_points(group=GROUP):
         try:

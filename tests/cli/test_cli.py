@@ -322,13 +322,26 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=120)
 
 
-def test_help_imports_neither_torch_nor_transformers():
+COMMANDS = ("diagnose", "demo", "ls", "plan", "prune", "targets", "train head", "train spn")
+
+
+def test_help_and_ls_import_neither_torch_nor_transformers():
     code = (
-        "import sys\nfrom pullback.cli import app\napp(['diagnose', '--help'], standalone_mode=False)\n"
-        "print([name for name in ('torch', 'transformers', 'matplotlib', 'scipy') if name in sys.modules])"
+        "import sys\nfrom pullback.cli import app\n"
+        f"for command in {COMMANDS!r}: app([*command.split(), '--help'], standalone_mode=False)\n"
+        "app(['ls'], standalone_mode=False)\n"
+        "heavy = ('torch', 'transformers', 'matplotlib', 'scipy', 'jinja2')\n"
+        "print([name for name in heavy if name in sys.modules])"
     )
     done = python("-c", code)
     assert done.stdout.splitlines()[-1] == "[]", done.stderr
+    assert done.stdout.count("Usage: ") == len(COMMANDS)
+
+
+def test_every_command_is_in_the_list_of_commands():
+    result = pullback("--help")
+    for command in COMMANDS:
+        assert command.split()[0] in result.output
 
 
 def test_python_dash_m_is_the_same_program():

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from pullback.cli import options
 from pullback.cli.common import parse_size, prepare, refuse_scenes, reported
 from pullback.errors import PullbackError
 from pullback.report.console import console
@@ -14,7 +15,7 @@ from pullback.report.progress import ProgressDisplay
 
 
 def plan(
-    model: Annotated[str, typer.Argument(help="A hub id, a folder, or an embedded name (see `pullback ls`).")],
+    model: options.Model,
     images: Annotated[str, typer.Option(help="Calibration images: an image, a folder or a glob.")],
     heads: Annotated[
         str,
@@ -30,10 +31,8 @@ def plan(
     stages: Annotated[int, typer.Option(min=1, help="At most so many stages.")] = 2,
     limit: Annotated[int, typer.Option(min=1, help="Use the first so many images.")] = 128,
     batch: Annotated[int, typer.Option(min=1, help="Images at a time.")] = 16,
-    size: Annotated[
-        str | None, typer.Option(help="Crop in pixels, 224 or 224x308.", show_default="the backbone's")
-    ] = None,
-    device: Annotated[str, typer.Option(help="auto: the GPU where there is one.")] = "auto",
+    size: options.Size = None,
+    device: options.Device = "auto",
     out: Annotated[
         Path | None, typer.Option(help="Write the pruned model here, for pb.PrunedModel.from_pretrained.")
     ] = None,

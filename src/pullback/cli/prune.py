@@ -8,6 +8,7 @@ from typing import Annotated, TypeVar
 
 import typer
 
+from pullback.cli import options
 from pullback.cli.common import Precision, parse_size, prepare, refuse_scenes, reported
 from pullback.errors import PullbackError
 from pullback.report.console import console
@@ -20,12 +21,10 @@ _Item = TypeVar("_Item")
 
 
 def prune(
-    model: Annotated[str, typer.Argument(help="A hub id, a folder, or an embedded name (see `pullback ls`).")],
-    images: Annotated[str, typer.Option(help="An image, a folder or a glob.")],
+    model: options.Model,
+    images: options.Images,
     out: Annotated[Path, typer.Option(help="Folder for rows, summary and figures; a second run adds to it.")],
-    decoder: Annotated[
-        str, typer.Option(help="cls, projection, pool, mean, depth, depth-8x8 (any size), saliency.")
-    ] = "cls",
+    decoder: options.Decoder = "cls",
     ratios: Annotated[str, typer.Option(help="Shares of the patch tokens to remove.")] = "0.1,0.2,0.3,0.5",
     stages: Annotated[
         str | None,
@@ -51,10 +50,8 @@ def prune(
     spn: Annotated[
         str | None, typer.Option(help="An SPN of `pullback train spn`: the score spn, and the paper's matching.")
     ] = None,
-    rank: Annotated[int, typer.Option(min=1, help="Of exact importance and modes.")] = 20,
-    distance: Annotated[
-        str | None, typer.Option(help="Of exact scores: cosine, log or silog.", show_default="Euclidean")
-    ] = None,
+    rank: options.Rank = 20,
+    distance: options.Distance = None,
     bank: Annotated[
         Path | None, typer.Option(help="Images whose unpruned embeddings classify the pruned ones by k-NN.")
     ] = None,
@@ -62,14 +59,12 @@ def prune(
         Path | None,
         typer.Option(help="A CSV with the columns file and class_index.", show_default="one subfolder per class"),
     ] = None,
-    size: Annotated[
-        str | None, typer.Option(help="Crop in pixels, 224 or 224x308.", show_default="the backbone's")
-    ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Use the first so many images.", show_default="all")] = None,
+    size: options.Size = None,
+    limit: options.Limit = None,
     batch: Annotated[int, typer.Option(min=1, help="Images at a time.")] = 16,
     precision: Annotated[Precision, typer.Option(help="Arithmetic of the model, pruned or not.")] = "float32",
-    device: Annotated[str, typer.Option(help="auto: the GPU where there is one.")] = "auto",
-    seed: Annotated[int, typer.Option(help="Of random scores and bootstrap intervals.")] = 0,
+    device: options.Device = "auto",
+    seed: options.Seed = 0,
     time: Annotated[
         str, typer.Option(help="Batch sizes to time, such as 1,8,64; auto: these on a GPU, 1,8 on a CPU; none.")
     ] = "auto",

@@ -1,4 +1,4 @@
-"""The Jacobian of a probe map, as an operator: J @ V by forward mode, J.T @ W by reverse mode, never formed."""
+"""The Jacobian of a probe map as an operator: J @ V by forward mode, J.T @ W by reverse mode; J is never formed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CAPTURE_BYTES = 4 << 30
 
 
 class JacobianOperator(LinearOperator):
-    """J of ``probe`` at ``features`` [B, *shape]: rows M (flattened output), columns prod(shape).
+    """The Jacobian J of ``probe`` at ``features`` [B, *shape]: rows M (flattened output), columns prod(shape).
 
     ``probe`` is any function [B, *shape] -> [B, ...] whose samples do not mix. One with a ``linearize`` method brings
     its own products; others are differentiated by `torch.func`. ``output`` [B, M] is the value at the features.
@@ -89,6 +89,8 @@ class JacobianOperator(LinearOperator):
         return out
 
     def _replayed(self, product: str, function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        """Wrap a product so that small blocks of a shape that comes back are recorded and replayed."""
+
         def run(stack: Tensor) -> Tensor:
             key = (product, tuple(stack.shape))
             self._seen[key] += 1
@@ -103,7 +105,7 @@ class JacobianOperator(LinearOperator):
 
 
 def _capture_after(capture: bool | None, device: torch.device, linearization: Linearization) -> int | None:
-    """How often a block of one shape runs before it is recorded; None: never."""
+    """Return how often a block of one shape runs before it is recorded; None: it never is."""
     if device.type != "cuda" or capture is False:
         return None
     if not getattr(linearization, "capturable", False):
@@ -114,7 +116,9 @@ def _capture_after(capture: bool | None, device: torch.device, linearization: Li
 
 
 def check_sensitive(squared_norm: Tensor, first: int = 0) -> None:
-    """A zero Jacobian means that the decoder is cut off from the features, never that the task is insensitive.
+    """Refuse Jacobians that are zero or not finite, given their squared norms [B].
+
+    A zero Jacobian means that the decoder is cut off from the features, never that the task is insensitive.
 
     ``first``: the number of the first of these samples, for the message.
     """
