@@ -33,7 +33,7 @@ ALLOWED = {
     "geometry": PROBES | {"vggt", "__init__"},
     "targets": PROBES | {"geometry", "__init__"},
     "learning": LEARNED | {"__init__"},
-    "pruning": LEARNED | {"vggt", "report", "__init__"},
+    "pruning": LEARNED | {"__init__"},
     "vggt": LEARNED | {"pruning", "__init__"},
     "experiments": EVERYTHING,
     "cli": EVERYTHING | {"experiments"},

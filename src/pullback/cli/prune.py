@@ -11,6 +11,7 @@ import typer
 from pullback.cli import options
 from pullback.cli.common import Precision, parse_size, prepare, refuse_scenes, reported
 from pullback.errors import PullbackError
+from pullback.registry import PRESETS, SCORES
 from pullback.report.console import console
 from pullback.report.drawing import Drawing
 from pullback.report.progress import ProgressDisplay
@@ -18,6 +19,11 @@ from pullback.report.prune_console import prune_summary
 from pullback.runs.documents import EXAMPLES, ROWS, SUMMARY
 
 _Item = TypeVar("_Item")
+_SCORES = ", ".join(
+    f"{name} (of --{entry.needs})" if entry.needs in ("head", "spn") else name for name, entry in SCORES.items()
+)
+_PRESETS = ", ".join(name for name, entry in PRESETS.items() if not entry.score)
+_LITERATURE = ", ".join(name for name, entry in PRESETS.items() if entry.score)
 
 
 def prune(
@@ -36,13 +42,12 @@ def prune(
     scores: Annotated[
         str | None,
         typer.Option(
-            help="importance (of --head), exact, block-norm, spn, random, tome, strided, evit, norm, cls-similarity. "
-            "The others are tested against importance, or the first.",
+            help=f"{_SCORES}. The others are tested against importance, or the first.",
             show_default="importance, or exact without --head, and those that need no training",
         ),
     ] = None,
     preset: Annotated[
-        str, typer.Option(help="best, paper, drop, and with their own score tome, evit, strided; several by commas.")
+        str, typer.Option(help=f"{_PRESETS}, and with their own score {_LITERATURE}; several by commas.")
     ] = "best",
     head: Annotated[
         str | None, typer.Option(help="A head of `pullback train head`; one for each stage, by commas.")
@@ -69,13 +74,13 @@ def prune(
         str, typer.Option(help="Batch sizes to time, such as 1,8,64; auto: these on a GPU, 1,8 on a CPU; none.")
     ] = "auto",
 ) -> None:
-    """How much of the output survives when tokens go: degradation per image, tests between rules, operations, time."""
+    """Compare pruning rules: degradation of the output per image, tests between rules, operations, time."""
     with Drawing() as drawing, ProgressDisplay(console(stderr=True)) as progress, reported(progress, out):
         progress.stage("loading torch")
         prepare()
         instead = "pullback.vggt.pruning.prune_views(model, score, ratio=..., stages=...)"
         refuse_scenes(model, "prune", instead, "docs/vggt-pruning.md")
-        from pullback.pruning.compare_rows import PruneRequest, run_comparison
+        from pullback.pruning.compare import PruneRequest, run_comparison
 
         request = PruneRequest(
             model=model,
@@ -118,7 +123,7 @@ def prune(
 
 
 def _several(option: str, text: str, read: Callable[[str], _Item]) -> tuple[_Item, ...]:
-    """A list with commas, each item once."""
+    """Read a list with commas, each item once."""
     try:
         items = tuple(dict.fromkeys(read(part.strip()) for part in text.split(",") if part.strip()))
     except ValueError:

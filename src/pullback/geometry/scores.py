@@ -69,7 +69,7 @@ def exact_modes(
     metric_at = _metric(probe, rank, method, rtol, seed)
 
     def modes(tokens: Tensor, context: Context) -> Tensor:
-        return scaled_modes(metric_at(tokens, context))
+        return metric_at(tokens, context).token_factors().transpose(1, 2)
 
     return modes
 
@@ -88,29 +88,6 @@ def exact_block_norms(probe: ProbeMap, num_probes: int | None = None, *, seed: i
         return energies.clamp_min(0).sqrt()
 
     return score
-
-
-def metric_importance(spn: Callable[[Tensor], LowRankMetric]) -> TokenScore:
-    """imp_theta of a network that predicts the metric from the tokens alone."""
-
-    def score(tokens: Tensor, context: Context) -> Tensor:
-        return _predicted(spn, tokens).importance()
-
-    return score
-
-
-def metric_modes(spn: Callable[[Tensor], LowRankMetric]) -> TokenModes:
-    """sqrt(lambda_j) u_j [B, r, N, D] of such a network."""
-
-    def modes(tokens: Tensor, context: Context) -> Tensor:
-        return scaled_modes(_predicted(spn, tokens))
-
-    return modes
-
-
-def scaled_modes(metric: LowRankMetric) -> Tensor:
-    """sigma_j v_j [B, r, N, D] of a metric: what Q_a of `eq:dtask` is made of."""
-    return metric.energies.clamp_min(0).sqrt()[..., None, None] * metric.modes
 
 
 def block_energies(op: LinearOperator, tokens: int) -> Tensor:
@@ -203,17 +180,6 @@ def _features(probe: ProbeMap, tokens: Tensor, context: Context) -> Tensor:
         )
     constants = {layer: constant.to(tokens) for layer, constant in below.items() if constant is not None}
     return Features.attach(tokens, context.layout, constants)
-
-
-def _predicted(spn: Callable[[Tensor], LowRankMetric], tokens: Tensor) -> LowRankMetric:
-    with torch.no_grad():
-        metric = spn(tokens)
-    if metric.modes.shape[2:] != tokens.shape[1:]:
-        raise ShapeError(
-            f"spn: expected modes on the tokens themselves, [B, r, {tokens.shape[1]}, {tokens.shape[2]}], got "
-            f"{list(metric.modes.shape)}: a metric of another (latent) space does not score tokens."
-        )
-    return metric
 
 
 def _check_probe(probe: ProbeMap) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pullback.data.images import PixelFormat
-from pullback.pruning import StageRecord
-from pullback.pruning.compare_scores import BatchScores
-from pullback.pruning.compare_subject import Combination, Subject, degradation, measure_of
+from pullback.evaluation.fidelity import degradation
+from pullback.pruning.forward import StageRecord
+from pullback.pruning.model import PrunedModel
+from pullback.pruning.rules import Rule, Subject
 from pullback.runs.documents import DROPPED, EXAMPLES, KEPT, MERGED, read_examples
 from pullback.runs.files import write_arrays
 from pullback.tokens import TokenLayout
@@ -22,46 +23,43 @@ MAX_IMAGES, MAX_PANELS = 4, 7
 _SIDE = 224
 
 
-def panels(wanted: Sequence[Combination], reference: str) -> list[Combination]:
-    """Of the first preset: the reference at every ratio; then, at the highest, the other presets and scores."""
-    first, highest = wanted[0].preset, max(combination.ratio for combination in wanted)
-    growing = [c for c in wanted if c.preset == first and c.score == reference]
-    top = [c for c in wanted if c.ratio == highest and c not in growing]
-    others = sorted(top, key=lambda c: (c.score != reference, c.preset != first))  # stable: their own order otherwise
+def panels(wanted: Sequence[Rule], reference: str) -> list[Rule]:
+    """Choose rules to show: of the first preset the reference score at every ratio; then, at the highest ratio, the
+    other presets and scores."""
+    first, highest = wanted[0].preset, max(rule.ratio for rule in wanted)
+    growing = [rule for rule in wanted if rule.preset == first and rule.score == reference]
+    top = [rule for rule in wanted if rule.ratio == highest and rule not in growing]
+    others = sorted(top, key=lambda r: (r.score != reference, r.preset != first))  # stable: their own order otherwise
     return [*growing, *others][:MAX_PANELS]
 
 
 def write_examples(
     folder: Path,
     subject: Subject,
-    scores: BatchScores,
-    shown: Sequence[Combination],
+    shown: Mapping[Rule, PrunedModel],
     images: Tensor,
+    keys: Sequence[str],
     pixels: PixelFormat,
 ) -> None:
-    """What `report.prune_files.read_examples` describes, of the first of the images [B, 3, h, w] that the scores are
-    for; nothing where it is there already."""
-    names = [Path(key).name for key in scores.keys[:MAX_IMAGES]]
-    if _is_there(folder, shown, names):
+    """Write what `runs.documents.read_examples` describes, of the first of the images [B, 3, h, w] named by ``keys``;
+    nothing where it is there already."""
+    names = [Path(key).name for key in keys[:MAX_IMAGES]]
+    if _is_there(folder, list(shown), names):
         return
     layout, count = subject.backbone.token_layout(images), len(names)
     full = subject.full(images)
-    measure = measure_of(subject.decoder.name, full)
     fates, partners, values, after = [], [], [], []
-    for rule in shown:
-        plan = subject.plan(rule)
-        modes = scores.modes if plan.match == "task" else None
-        output, records = subject.pruned(images, plan, scores.per_stage(rule.score), modes)
+    for model in shown.values():
+        output, records = subject.output(model, images)
         fate, partner = _fates(records, layout, len(images))
         fates.append(fate)
         partners.append(partner)
-        values.append(
-            [row["value"] if row["value"] is not None else np.nan for row in degradation(measure, output, full)]
-        )
+        errors = [row["value"] for row in degradation(output, full, depth=subject.depth).rows()]
+        values.append([np.nan if error is None else error for error in errors])
         after.append(_map(output) if full.ndim == 3 else None)
     arrays = {
         "pictures": _pictures(images, pixels),
-        "names": np.array([Path(name).name for name in names]),
+        "names": np.array(names),
         "presets": np.array([rule.preset for rule in shown]),
         "scores": np.array([rule.score for rule in shown]),
         "ratios": np.array([rule.ratio for rule in shown]),
@@ -74,17 +72,17 @@ def write_examples(
     write_arrays(folder / EXAMPLES, arrays)
 
 
-def _is_there(folder: Path, shown: Sequence[Combination], names: Sequence[str]) -> bool:
+def _is_there(folder: Path, shown: Sequence[Rule], names: Sequence[str]) -> bool:
     if not (folder / EXAMPLES).is_file():
         return False
     stored = read_examples(folder)
     columns = (stored[name].tolist() for name in ("presets", "scores", "ratios"))
-    rules = [Combination(*row) for row in zip(*columns, strict=True)]
-    return rules == list(shown) and stored["names"].tolist() == list(names)
+    asked = [(rule.preset, rule.score, rule.ratio) for rule in shown]
+    return [*zip(*columns, strict=True)] == asked and stored["names"].tolist() == list(names)
 
 
 def _fates(records: Sequence[StageRecord], layout: TokenLayout, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """What became of each patch and its partner [b, rows, columns], from what the stages did."""
+    """Return what became of each patch, and its partner, [b, rows, columns] each, from what the stages did."""
     fate = torch.full((count, layout.tokens), KEPT, dtype=torch.uint8)
     partner = torch.full((count, layout.tokens), -1)
     for record in records:
@@ -95,7 +93,7 @@ def _fates(records: Sequence[StageRecord], layout: TokenLayout, count: int) -> t
 
 
 def _pictures(images: Tensor, pixels: PixelFormat) -> np.ndarray:
-    """uint8 [b, h, w, 3], the normalisation undone."""
+    """Undo the normalisation: uint8 [b, h, w, 3]."""
     mean, std = (images.new_tensor(values)[:, None, None] for values in (pixels.mean, pixels.std))
     rgb = (images * std + mean).clamp(0, 1)
     return _smaller(255 * rgb).round().byte().permute(0, 2, 3, 1).cpu().numpy()
@@ -106,7 +104,7 @@ def _map(output: Tensor) -> np.ndarray:
 
 
 def _smaller(maps: Tensor) -> Tensor:
-    """[b, c, h, w] -> at most 224 pixels on the longer side."""
+    """Shrink maps [b, c, h, w] to at most 224 pixels on the longer side."""
     height, width = maps.shape[-2:]
     scale = _SIDE / max(height, width)
     if scale >= 1:

@@ -7,10 +7,21 @@ import pullback as pb
 from helpers.families import images_for, model_of
 from pullback.backbones import load_backbone
 from pullback.errors import ModelError, PullbackError
-from pullback.geometry.scores import metric_importance, metric_modes
 from pullback.learning.head import ImportanceHead
 from pullback.pruning import preset, run_pruned
 from pullback.targets.origin import Origin
+
+
+def importance_of(spn):
+    return lambda tokens, context: spn(tokens).importance()
+
+
+def modes_of(spn):
+    def modes(tokens, context):
+        metric = spn(tokens)
+        return metric.energies.sqrt()[..., None, None] * metric.modes
+
+    return modes
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +34,7 @@ def test_an_spn_scores_by_the_importance_of_its_metric_and_matches_by_its_modes(
     backbone, images = load_backbone(model_of("dinov2")), images_for("dinov2", (3, 3))
     plan = preset("paper", 0.4, [0, 1])
     own = run_pruned(backbone, images, plan, [spn], layers=[2])
-    written = run_pruned(backbone, images, plan, [metric_importance(spn)], layers=[2], modes=metric_modes(spn))
+    written = run_pruned(backbone, images, plan, [importance_of(spn)], layers=[2], modes=modes_of(spn))
     torch.testing.assert_close(own.taps[0], written.taps[0])
     for ours, theirs in zip(own.records, written.records, strict=True):
         assert torch.equal(ours.partner, theirs.partner)
@@ -34,7 +45,7 @@ def test_a_head_that_scores_and_an_spn_that_measures(spn):
     head = ImportanceHead(24, 16, 4).double()
     plan = preset("paper", 0.4, [1])
     own = run_pruned(backbone, images, plan, [head], layers=[2], modes=spn)
-    written = run_pruned(backbone, images, plan, [head], layers=[2], modes=metric_modes(spn))
+    written = run_pruned(backbone, images, plan, [head], layers=[2], modes=modes_of(spn))
     torch.testing.assert_close(own.taps[0], written.taps[0])
 
 
