@@ -292,9 +292,10 @@ def _pairs(estimate: Estimate) -> list[tuple[float, float]]:
 
 
 def _quotient(above: tuple[float, float], below: tuple[float, float]) -> tuple[float, float]:
-    """Of two independent (value, standard error), as such a pair."""
+    """The quotient of two (value, standard error), as such a pair; an error below that is not known is left out."""
     value = above[0] / below[0]
-    return value, math.hypot(above[1] / below[0], value * below[1] / below[0])
+    known = 0.0 if math.isnan(below[1]) else below[1]
+    return value, math.hypot(above[1] / below[0], value * known / below[0])
 
 
 def _rank_for(captured: Tensor, share: float) -> tuple[int, bool]:
