@@ -1,8 +1,8 @@
 """Do the printed error bars hold? Numbers of a Jacobian in float32, TF32 and bf16 against float64, in standard errors.
 
-    python benchmarks/coverage.py --device cuda                                  # DINOv2 ViT-S/14 CLS, random images
+    python benchmarks/coverage.py --device cuda                    # DINOv2 ViT-S/14 CLS, 3 layers, 8 random images
     python benchmarks/coverage.py --device cuda --model MODEL --images FOLDER --layers 2 6 10
-    python benchmarks/coverage.py --model tiny-scenes --size 70 --layers 10      # a CPU: TF32 is emulated there
+    python benchmarks/coverage.py                                  # a CPU: one layer, 2 images of 70 px
 
 J is taken at the same features by the same code, so only the arithmetic of the products differs. "within 2 se" is the
 share of numbers whose truth lies in value ± 2 se (95 % are promised, 90 % demanded), "error / se" the median of
@@ -160,9 +160,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", default=str(SHARED / "models" / "dinov2-small"), help="name or folder")
     parser.add_argument("--decoder", default="cls")
     parser.add_argument("--images", default=None, help="file, folder or glob (default: pixels drawn at random)")
-    parser.add_argument("--limit", type=int, default=8, help="images")
-    parser.add_argument("--size", type=int, default=224, help="pixels")
-    parser.add_argument("--layers", type=int, nargs="+", default=[2, 6, 10])
+    parser.add_argument("--limit", type=int, default=None, help="images (default: 8, on a CPU 2)")
+    parser.add_argument("--size", type=int, default=None, help="pixels (default: 224, on a CPU 70)")
+    parser.add_argument("--layers", type=int, nargs="+", default=None, help="(default: 2 6 10, on a CPU 10)")
     parser.add_argument("--rank", type=int, default=20)
     parser.add_argument("--method", choices=("exact", "krylov"), default="exact")
     parser.add_argument("--precisions", choices=PRECISIONS, nargs="+", default=list(PRECISIONS))
@@ -170,14 +170,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=None, help="folder of coverage_DEVICE.json (default: results/)")
     args = parser.parse_args(arguments)
     device = torch.device(args.device)
+    limit, size, layers = (2, 70, [10]) if device.type == "cpu" else (8, 224, [2, 6, 10])
+    limit, size, layers = args.limit or limit, args.size or size, args.layers or layers
     rows = []
-    for layer in args.layers:
+    for layer in layers:
         probe = pb.load_probe(args.model, decoder=args.decoder, layer=layer, device=args.device)
         if args.images is None:
             generator = torch.Generator().manual_seed(0)
-            images = torch.randn(args.limit, 3, args.size, args.size, generator=generator).to(device)
+            images = torch.randn(limit, 3, size, size, generator=generator).to(device)
         else:
-            images = probe.load_images(args.images, limit=args.limit, size=args.size).to(device)
+            images = probe.load_images(args.images, limit=limit, size=size).to(device)
         features = probe.features(images)
         rows += measure(probe, features, rank=args.rank, method=args.method, precisions=args.precisions)
     print_table(rows)
@@ -186,8 +188,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "model": Path(args.model).name,
         "decoder": args.decoder,
         "images": "random pixels" if args.images is None else Path(args.images).name,
-        "count": args.limit,
-        "size": args.size,
+        "count": len(images),
+        "size": size,
         "rank": args.rank,
         "method": args.method,
         "tf32": "emulated" if device.type == "cpu" else "of the device",
