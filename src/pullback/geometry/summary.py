@@ -12,7 +12,8 @@ from pullback.randnla.student import student_quantile
 @dataclass(frozen=True)
 class Summary:
     """``std`` is between samples (n-1), ``se`` of their mean: from that spread, which contains the estimation error, or
-    for a single sample its own error. ``estimation_se`` is the part that more products would remove."""
+    for a single sample its own error. ``estimation_se`` is the part that more products, or a higher precision, would
+    remove; NaN if the estimates carry no error of their own."""
 
     mean: float
     std: float
@@ -38,4 +39,5 @@ def summarize(pairs: Sequence[tuple[float, float]]) -> Summary:
     if count == 1:
         return Summary(mean, 0.0, own, own, 1)
     std = math.sqrt(sum((value - mean) ** 2 for value, _ in pairs) / (count - 1))
-    return Summary(mean, std, max(std / math.sqrt(count), own), own, count)
+    spread = std / math.sqrt(count)
+    return Summary(mean, std, spread if math.isnan(own) else max(spread, own), own, count)

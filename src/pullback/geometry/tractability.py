@@ -13,25 +13,25 @@ from torch import Tensor
 
 from pullback.errors import ImageError, RankError
 from pullback.geometry.batches import Probe, Sketched, output_size, sketch_in_batches
-from pullback.geometry.concentration import coefficient_of_variation, null_cv
+from pullback.geometry.concentration import change_of_cv, coefficient_of_variation, null_cv
 from pullback.geometry.convergence import ConvergenceRow, convergence_table, join_tables
 from pullback.geometry.regimes import THRESHOLDS, Regime, Thresholds, classify, looks_random
 from pullback.geometry.spectrum import as_token_maps
 from pullback.geometry.summary import Summary, summarize
 from pullback.layout import TokenLayout
 from pullback.operators import JacobianOperator, LowRankMetric, ProductCount
-from pullback.randnla import Streams, block_krylov, effective_rank_from_spectrum
+from pullback.randnla import Estimate, Sketch, Streams, block_krylov, effective_rank_from_spectrum
 
 
 @dataclass(frozen=True)
 class SampleDiagnosis:
-    """One sample. Pairs are (value, standard error)."""
+    """One sample. Pairs are (value, standard error); an error that is NaN is not known."""
 
     kappa: dict[int, tuple[float, float]]  # rank -> kappa_cap(rank)
-    r_eff_trunc: float
+    r_eff_trunc: tuple[float, float]
     r_eff_slq: tuple[float, float]
-    cv: float
-    cv_patches: float
+    cv: tuple[float, float]
+    cv_patches: tuple[float, float]
     r90: tuple[int, bool]  # (rank, it is only a lower bound)
     gradient_signal_ratio: float
     energy: tuple[float, float]  # |J|_F^2
@@ -79,15 +79,15 @@ class Tractability:
 
     @property
     def cv(self) -> Summary:
-        return summarize([(sample.cv, 0.0) for sample in self.samples])
+        return summarize([sample.cv for sample in self.samples])
 
     @property
     def cv_patches(self) -> Summary:
-        return summarize([(sample.cv_patches, 0.0) for sample in self.samples])
+        return summarize([sample.cv_patches for sample in self.samples])
 
     @property
     def r_eff_trunc(self) -> Summary:
-        return summarize([(sample.r_eff_trunc, 0.0) for sample in self.samples])
+        return summarize([sample.r_eff_trunc for sample in self.samples])
 
     @property
     def r_eff_slq(self) -> Summary:
@@ -95,8 +95,7 @@ class Tractability:
 
     @property
     def tail_ratio(self) -> Summary:
-        pairs = [(s.r_eff_slq[0] / s.r_eff_trunc, s.r_eff_slq[1] / s.r_eff_trunc) for s in self.samples]
-        return summarize(pairs)
+        return summarize([_quotient(sample.r_eff_slq, sample.r_eff_trunc) for sample in self.samples])
 
     @property
     def r90(self) -> tuple[int, bool]:
@@ -169,6 +168,7 @@ def diagnose(
         batch_size=batch_size,
         method=method,
         rtol=rtol,
+        with_earlier=True,
         **knobs,
     ):
         modes = as_token_maps(part.sketch.right, features.shape[1:])
@@ -189,7 +189,7 @@ def diagnose(
     summary = {
         "kappa": summarize([s.kappa[first] for s in samples]).mean,
         "effective_rank": summarize([s.r_eff_slq for s in samples]).mean,
-        "cv": summarize([(s.cv, 0.0) for s in samples]).mean,
+        "cv": summarize([s.cv for s in samples]).mean,
     }
     return Tractability(
         probe=probe.name,
@@ -233,35 +233,69 @@ def _diagnose_batch(
 ) -> list[SampleDiagnosis]:
     sketch, first = part.sketch, ranks[0]
     assert sketch.effective_rank is not None
-    cv = coefficient_of_variation(modes[:, :first])
-    cv_patches = coefficient_of_variation(modes[:, :first], layout.patch_mask())
-    trunc = effective_rank_from_spectrum(sketch.singular_values[:, :first])
     inputs = math.prod(modes.shape[2:])
     signal = sketch.singular_values[:, 0].double().square() * inputs / sketch.total.value
     known = sketch.singular_values if sketch.spectrum is None else sketch.spectrum
     captured = known.double().square().cumsum(1) / sketch.total.value[:, None]
-    columns = {
-        "kappa": (sketch.kappa.value.tolist(), sketch.kappa.se.tolist()),
-        "slq": (sketch.effective_rank.value.tolist(), sketch.effective_rank.se.tolist()),
-        "energy": (sketch.total.value.tolist(), sketch.total.se.tolist()),
-    }
-    lists = {"cv": cv.tolist(), "patches": cv_patches.tolist(), "trunc": trunc.tolist(), "gsr": signal.tolist()}
-    values = sketch.singular_values.tolist()
+    kappa = {r: _pairs(Estimate(sketch.kappa.value[:, r - 1], sketch.kappa.se[:, r - 1])) for r in ranks}
+    whole, energy = _pairs(sketch.effective_rank), _pairs(sketch.total)
+    trunc = _pairs(_leading_effective_rank(sketch, first))
+    cv, cv_patches = (_pairs(_cv(sketch, modes[:, :first], mask)) for mask in (None, layout.patch_mask()))
+    values, signals = sketch.singular_values.tolist(), signal.tolist()
     return [
         SampleDiagnosis(
-            kappa={r: (columns["kappa"][0][i][r - 1], columns["kappa"][1][i][r - 1]) for r in ranks},
-            r_eff_trunc=lists["trunc"][i],
-            r_eff_slq=(columns["slq"][0][i], columns["slq"][1][i]),
-            cv=lists["cv"][i],
-            cv_patches=lists["patches"][i],
+            kappa={r: kappa[r][i] for r in ranks},
+            r_eff_trunc=trunc[i],
+            r_eff_slq=whole[i],
+            cv=cv[i],
+            cv_patches=cv_patches[i],
             r90=_rank_for(captured[i], 0.90),
-            gradient_signal_ratio=lists["gsr"][i],
-            energy=(columns["energy"][0][i], columns["energy"][1][i]),
+            gradient_signal_ratio=signals[i],
+            energy=energy[i],
             singular_values=tuple(values[i]),
             products=sketch.products,
         )
         for i in range(len(modes))
     ]
+
+
+def _leading_effective_rank(sketch: Sketch, rank: int) -> Estimate:
+    """exp(H) [B] of the first ``rank`` singular values; its error is what the last Krylov block changed."""
+    value = effective_rank_from_spectrum(sketch.singular_values[:, :rank])
+    change = _unknown_or_zero(sketch, value)
+    if sketch.earlier is not None:
+        change = value - effective_rank_from_spectrum(sketch.earlier[0][:, :rank])
+    return Estimate.of(value, change.abs(), round_off=sketch.round_off)
+
+
+def _cv(sketch: Sketch, modes: Tensor, tokens: Tensor | None) -> Estimate:
+    """CV [B] of modes [B, r, N, D]; its error is what the last Krylov block changed.
+
+    Modes whose singular values agree to within round-off are any basis of what they span, and so is their CV.
+    """
+    value = coefficient_of_variation(modes, tokens)
+    change = _unknown_or_zero(sketch, value)
+    if sketch.earlier is not None:
+        earlier = as_token_maps(sketch.earlier[1][..., : modes.shape[1]], modes.shape[2:])
+        change = change_of_cv(modes, earlier, tokens)
+    return Estimate.of(value, change, round_off=sketch.round_off)
+
+
+def _unknown_or_zero(sketch: Sketch, value: Tensor) -> Tensor:
+    """The error without an earlier sketch: none but round-off if J is known exactly. The paper's power iteration stops
+    after a fixed number of rounds and cannot tell how far its columns are from singular vectors: NaN."""
+    return torch.full_like(value, math.nan if sketch.method == "paper" else 0.0)
+
+
+def _pairs(estimate: Estimate) -> list[tuple[float, float]]:
+    return list(zip(estimate.value.tolist(), estimate.se.tolist(), strict=True))
+
+
+def _quotient(above: tuple[float, float], below: tuple[float, float]) -> tuple[float, float]:
+    """The quotient of two (value, standard error), as such a pair; an error below that is not known is left out."""
+    value = above[0] / below[0]
+    known = 0.0 if math.isnan(below[1]) else below[1]
+    return value, math.hypot(above[1] / below[0], value * known / below[0])
 
 
 def _rank_for(captured: Tensor, share: float) -> tuple[int, bool]:

@@ -169,7 +169,7 @@ def _svd_and_norms(
     if recipe.method == "exact":
         svd = exact_modes(op, recipe.rank, precision=recipe.precision)
         assert svd.column_energies is not None
-        return svd, exact_block_norms(svd.column_energies, tokens), None
+        return svd, exact_block_norms(svd.column_energies, tokens, round_off=op.round_off), None
     captured = None
     if recipe.method == "krylov" and op.rows <= op.cols:
         svd, known = output_krylov(op, recipe.rank, rtol=recipe.rtol, streams=streams)

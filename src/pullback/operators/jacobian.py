@@ -13,7 +13,7 @@ from pullback.operators.base import LinearOperator
 from pullback.operators.graphs import CapturedFunction
 from pullback.operators.linearization import FunctionLinearization, Linearization
 from pullback.operators.memory import apply_in_chunks, tangents_that_fit
-from pullback.operators.precision import check_precision, matmul_precision
+from pullback.operators.precision import check_precision, matmul_precision, round_off_of
 
 # On the CPU larger blocks only leave the cache; on a GPU they fill it.
 MAX_CHUNK = {"cpu": 32, "cuda": 4096}
@@ -68,6 +68,10 @@ class JacobianOperator(LinearOperator):
         self._capture_after = _capture_after(capture, self.device, self.linearization)
         self._seen: Counter[tuple] = Counter()
         self._captured: dict[tuple, CapturedFunction] = {}
+
+    @property
+    def round_off(self) -> float:
+        return round_off_of(self.dtype, self.precision)
 
     def _matmat(self, columns: Tensor) -> Tensor:
         shape = self.linearization.input_shape
