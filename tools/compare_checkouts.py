@@ -5,12 +5,13 @@
 OLD and NEW are checkouts (folders with src/pullback). Each side runs in a process of its own with its src/ first on
 PYTHONPATH, with this Python and one thread. `compare_jobs.py` beside this file has the jobs, `--list` names them.
 Pictures and small networks that the jobs read are made once, by OLD, and shared. Results of OLD are kept under
-`--old-cache` by commit, so that the next comparison with the same clean commit runs NEW alone.
+`--old-cache` by git's hash of src/, so that the next comparison with the same committed sources runs NEW alone.
 
 For every array, and for every group of numbers that differ in list indices alone, the difference is
 max |old − new| / max(max |old|, 1e-3 for single numbers of a document). A job's figure is the largest of these. Whole
-numbers, texts and shapes must be equal. The exit status is 1 where a job failed, a difference is above the job's
-tolerance, a text changed, or something is missing in NEW; what is new in NEW is listed and does not count.
+numbers, texts and shapes must be equal; half-precision numbers may differ in their last place. The exit status is 1
+where a job failed, a difference is above the job's tolerance, a text changed, or something is missing in NEW; what is
+new in NEW is listed and does not count. Times are seconds of the processor.
 `--ignore PATTERN` leaves out names of results, such as 'diagnose-*:*/advice'.
 """
 
@@ -114,8 +115,13 @@ def _relative(old: np.ndarray, new: np.ndarray, floor: float) -> float:
         return float("inf")
     if not finite.any():
         return 0.0
-    old, new = old[finite].astype(np.float64), new[finite].astype(np.float64)
-    gap, scale = float(np.abs(old - new).max()), max(float(np.abs(old).max()), floor)
+    old, new = old[finite], new[finite]
+    # half precision is a way to store: the last place may go either way
+    slack = (
+        np.spacing(np.maximum(abs(old), abs(new))).astype(np.float64) if old.dtype == new.dtype == np.float16 else 0.0
+    )
+    old, new = old.astype(np.float64), new.astype(np.float64)
+    gap, scale = float((np.abs(old - new) - slack).clip(0).max()), max(float(np.abs(old).max()), floor)
     return 0.0 if gap == 0 else gap / scale if scale else float("inf")
 
 
@@ -208,11 +214,11 @@ def main() -> int:
     names = chosen(compare_jobs, options.only, options.weights)
     weights = [] if options.weights is None else ["--weights", options.weights.resolve()]
 
-    commit, dirty = git(old, "rev-parse", "HEAD"), bool(git(old, "status", "--porcelain", "--", "src"))
+    source, dirty = git(old, "rev-parse", "HEAD:src"), bool(git(old, "status", "--porcelain", "--", "src"))
     version = hashlib.sha256(RUNNER.read_bytes()).hexdigest()[:8]  # other jobs, other results
-    key = f"{commit[:12] or 'no-commit'}-{version}"
-    base = options.old_cache.resolve() / (f"{key}-dirty" if dirty or not commit else key)
-    if dirty or not commit:
+    key = f"{source[:12] or 'no-commit'}-{version}"
+    base = options.old_cache.resolve() / (f"{key}-dirty" if dirty or not source else key)
+    if dirty or not source:
         shutil.rmtree(base, ignore_errors=True)
     inputs, kept = base / "inputs", base / options.device
     if not inputs.is_dir():

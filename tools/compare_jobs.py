@@ -58,7 +58,7 @@ TOLERANCE: dict[str, float] = {}
 NEEDS_WEIGHTS: set[str] = set()
 
 
-def job(name: str, tolerance: float = 1e-4, weights: bool = False) -> Callable[[Job], Job]:
+def job(name: str, tolerance: float = 2e-5, weights: bool = False) -> Callable[[Job], Job]:
     """Register a job. ``tolerance``: the largest relative difference that counts as round-off."""
 
     def register(function: Job) -> Job:
@@ -214,7 +214,7 @@ def parquet(folder: Path) -> dict[str, Any]:
     for name in table.column_names:
         values = table[name].to_pylist()
         if values and isinstance(values[0], bytes):
-            columns[name] = np.stack([np.frombuffer(value, dtype="<f2") for value in values]).astype("f4")
+            columns[name] = np.stack([np.frombuffer(value, dtype="<f2") for value in values])
         elif values and isinstance(values[0], list) and isinstance(values[0][0], float):
             columns[name] = np.array(values)
         else:
@@ -329,7 +329,7 @@ def compute_table(place: Place) -> dict[str, Any]:
 # Training
 
 
-@job("train-head", 1e-3)
+@job("train-head", 1e-4)
 def train_head(place: Place) -> dict[str, Any]:
     store, run = place.out / "store", place.out / "run"
     command(place, "targets", "tiny-scenes", *small_targets(place), "--out", store)
@@ -338,7 +338,7 @@ def train_head(place: Place) -> dict[str, Any]:
     return {**network(run / "model"), "metrics": metrics(run)}
 
 
-@job("train-head-block-norm", 1e-3)
+@job("train-head-block-norm", 1e-4)
 def train_head_block_norm(place: Place) -> dict[str, Any]:
     store, run = place.out / "store", place.out / "run"
     command(place, "targets", "tiny-scenes", *small_targets(place), "--out", store)
@@ -348,7 +348,7 @@ def train_head_block_norm(place: Place) -> dict[str, Any]:
     return {**network(run / "model"), "metrics": metrics(run)}
 
 
-@job("train-spn", 1e-3)
+@job("train-spn", 1e-4)
 def train_spn(place: Place) -> dict[str, Any]:
     supervisions = ("randnla", "spectral", "distances", "directions")
     return {supervision: spn(place, place.out / supervision, supervision) for supervision in supervisions}

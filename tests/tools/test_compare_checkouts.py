@@ -49,6 +49,13 @@ def test_numbers_that_are_round_off_themselves_do_not_count():
     assert not compare(result(), result(layers=layers)).fails(1e-4)
 
 
+def test_half_precision_may_differ_in_the_last_place_alone():
+    halves = np.array([1.0, 0.3], dtype=np.float16)
+    near, far = halves + np.spacing(halves), halves + 3 * np.spacing(halves)
+    assert compare(result(array=halves), result(array=near)).largest == 0
+    assert compare(result(array=halves), result(array=far)).fails(1e-4)
+
+
 @pytest.mark.parametrize(
     "change",
     [
