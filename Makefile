@@ -40,10 +40,10 @@ test: lint
 NUMERICAL := $(addprefix tests/,randnla operators geometry theory evaluation pruning probes)
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 test-portable: venv
-	@failed=; \
+	@failed= workers=$(WORKERS); \
 	portable() { \
 	    echo "[portable] $$*"; \
-	    env "$$@" $(BIN)/pytest -q -n $(WORKERS) --dist worksteal $(NUMERICAL) || failed="$$failed\n[portable] failed: $$*"; \
+	    env "$$@" $(BIN)/pytest -q -n $$workers --dist worksteal $(NUMERICAL) || failed="$$failed\n[portable] failed: $$*"; \
 	}; \
 	portable $(ONE_THREAD) ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE; \
 	for width in avx2 avx512; do \
@@ -51,7 +51,7 @@ test-portable: venv
 	    then portable $(ONE_THREAD) ATEN_CPU_CAPABILITY=$$width MKL_CBWR=$$(echo $$width | tr a-z A-Z); \
 	    else echo "[portable] skipped: $$width, which /proc/cpuinfo does not name"; fi; \
 	done; \
-	portable OMP_NUM_THREADS=2 MKL_NUM_THREADS=2; \
+	workers=$$((($(WORKERS) + 1) / 2)); portable OMP_NUM_THREADS=2 MKL_NUM_THREADS=2; \
 	test -z "$$failed" || { printf "$${failed#??}\n"; exit 1; }
 
 format: venv

@@ -197,9 +197,18 @@ def test_hooks_is_the_multi_layer_probe(images, tmp_path):
 @pytest.mark.parametrize("method", ["krylov", "paper", "exact"])
 def test_methods_and_other_options_are_passed_on(images, tmp_path, method):
     options = ("--method", method, "--distance", "cosine", "--precision", "tf32", "--device", "cpu", "--limit", "1")
-    document = diagnose(images, tmp_path, *options).document
+    run = diagnose(images, tmp_path, *options)
+    document = run.document
     assert document["layers"][0]["method"] == method == document["method_asked"]
     assert (document["distance"], document["precision"], document["device"]) == ("cosine", "tf32", "cpu")
+    layer, image = document["layers"][0], document["layers"][0]["per_image"][0]
+    errors = [layer["cv"]["estimation_se"], layer["cv"]["patches_estimation_se"], layer["r_eff_trunc_estimation_se"]]
+    errors += [image["cv_se"], image["cv_patches_se"], image["r_eff_trunc_se"]]
+    if method == "paper":
+        assert errors == [None] * 6 and "have no estimation error" in run.result.output
+    else:
+        assert min(errors) > 0 and image["kappa_se"] >= 1.4e-4 * image["kappa"], "the round-off of TF32"
+        assert "have no estimation error" not in run.result.output
 
 
 def test_sizes_may_be_rectangular(images, tmp_path):

@@ -43,7 +43,15 @@ def test_exact_knows_the_whole_spectrum_and_claims_only_round_off():
     spectra, op = different_matrices()
     result = sketch(op, 10, method="exact", streams=streams_for(op))
     torch.testing.assert_close(result.spectrum, torch.stack(spectra), rtol=1e-6, atol=1e-7)
-    torch.testing.assert_close(result.total.se, 1e-6 * result.total.value)
+    torch.testing.assert_close(result.total.se, op.round_off * result.total.value, rtol=1e-9, atol=0)
+    energies = torch.stack(spectra).square()
+    truths = (
+        (result.total, energies.sum(-1)),
+        (result.kappa, energies[:, :10].cumsum(-1) / energies.sum(-1, keepdim=True)),
+        (result.effective_rank, effective_rank_from_spectrum(torch.stack(spectra))),
+    )
+    for estimate, truth in truths:
+        assert ((estimate.value - truth).abs() <= 2 * estimate.se).all()
     assert result.products == ProductCount(vjp=60)
 
 
@@ -122,6 +130,38 @@ def test_the_zero_operator_has_no_modes_and_no_nan():
         result = sketch(op, 4, method=method, streams=streams_for(op))
         for estimate in (result.total, result.kappa, result.effective_rank):
             assert not estimate.value.any() and not estimate.se.any()
+
+
+def test_what_was_known_one_block_earlier_is_on_the_way_to_what_is_known_now():
+    spectra, op = different_matrices()
+    assert sketch(op, 10, method="krylov", streams=streams_for(op)).earlier is None, "only on demand"
+    result = sketch(op, 10, method="krylov", with_earlier=True, streams=streams_for(op))
+    values, right = result.earlier
+    truth = torch.stack(spectra)[:, :10]
+    assert values.shape == (3, 10) and right.shape == (3, 200, 10)
+    torch.testing.assert_close(right.mT @ right, torch.eye(10).double().expand(3, -1, -1), rtol=0, atol=1e-10)
+    assert (values <= result.singular_values * (1 + 1e-12)).all(), "Ritz values grow with the space"
+    now, before = ((truth[0] - found[0]).norm() for found in (result.singular_values, values))
+    assert now < 0.1 * before, "of the power law, which alone is not known to the last digit"
+    overlap = (right.mT @ result.right).norm(dim=(1, 2)).square() / 10
+    assert (overlap > 0.99).all() and overlap[0] < 1 - 1e-12
+    for method in ("exact", "paper"):
+        assert sketch(op, 10, method=method, with_earlier=True, streams=streams_for(op)).earlier is None
+
+
+def test_a_space_that_holds_everything_has_no_earlier_one():
+    op = copies(matrix(rank_bounded(60, 6), 60, 200), 2)
+    result = sketch(op, 10, method="krylov", with_earlier=True, streams=streams_for(op))
+    values, right = result.earlier
+    torch.testing.assert_close(values, result.singular_values, rtol=0, atol=1e-7)
+    torch.testing.assert_close((right * values[:, None]).norm(dim=2), (result.right * values[:, None]).norm(dim=2))
+
+
+@pytest.mark.parametrize("method", ["krylov", "exact"])
+def test_errors_below_round_off_are_refused(method):
+    _, op = different_matrices(torch.float32)
+    with pytest.raises(PullbackError, match=r"rtol: expected at least 2e-06, since .* error of 1e-06, got 1e-07\. Rai"):
+        sketch(op, 4, method=method, rtol=1e-7, streams=streams_for(op))
 
 
 def test_mistakes_are_answered_with_the_fix():

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from pullback.errors import ShapeError
+from pullback.operators.execution import round_off_of
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,11 @@ class LinearOperator:
     def products(self) -> ProductCount:
         """Products with this operator so far, per sample. Subtract two readings to count those of a computation."""
         return sum((leaf._products for leaf in self._leaves()), ProductCount())
+
+    @property
+    def round_off(self) -> float:
+        """Relative standard error that rounding leaves in squared norms of products: the floor under error bars."""
+        return round_off_of(self.dtype)
 
     def _leaves(self) -> set[LinearOperator]:
         """The operators on which products are counted, each once: J.T @ J counts J."""
@@ -131,6 +137,10 @@ class Transposed(LinearOperator):
         super().__init__(base.batch, base.cols, base.rows, dtype=base.dtype, device=base.device)
         self.base = base
 
+    @property
+    def round_off(self) -> float:
+        return self.base.round_off
+
     def _leaves(self) -> set[LinearOperator]:
         return self.base._leaves()
 
@@ -156,6 +166,10 @@ class Composed(LinearOperator):
             )
         super().__init__(left.batch, left.rows, right.cols, dtype=right.dtype, device=right.device)
         self.left, self.right = left, right
+
+    @property
+    def round_off(self) -> float:
+        return max(self.left.round_off, self.right.round_off)
 
     def _leaves(self) -> set[LinearOperator]:
         return self.left._leaves() | self.right._leaves()

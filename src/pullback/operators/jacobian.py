@@ -15,6 +15,7 @@ from pullback.operators.execution import (
     apply_in_chunks,
     check_precision,
     matmul_precision,
+    round_off_of,
     tangents_that_fit,
 )
 from pullback.operators.linearization import FunctionLinearization, Linearization
@@ -72,6 +73,10 @@ class JacobianOperator(LinearOperator):
         self._capture_after = _capture_after(capture, self.device, self.linearization)
         self._seen: Counter[tuple] = Counter()
         self._captured: dict[tuple, CapturedFunction] = {}
+
+    @property
+    def round_off(self) -> float:
+        return round_off_of(self.dtype, self.precision)
 
     def _matmat(self, columns: Tensor) -> Tensor:
         shape = self.linearization.input_shape

@@ -16,12 +16,14 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pullback.errors import PullbackError
 from pullback.operators.base import LinearOperator, ProductCount
 from pullback.randnla.estimate import Estimate
 from pullback.randnla.krylov import KrylovSpace
+from pullback.randnla.orthonormal import gram
 from pullback.randnla.output_space import OutputSpace, krylov_outputs, output_krylov, pulled_outputs
 from pullback.randnla.slq import effective_rank
 from pullback.randnla.streams import Streams
@@ -108,6 +110,8 @@ class Sketch:
     method: str  # what was used: "krylov", "paper" or "exact"
     products: ProductCount
     iterations: int
+    round_off: float  # of the operator
+    earlier: tuple[Tensor, Tensor] | None = None  # singular values and right before the last Krylov block
 
 
 def sketch(
@@ -116,6 +120,7 @@ def sketch(
     *,
     method: str = "auto",
     with_effective_rank: bool = True,
+    with_earlier: bool = False,
     power_iters: int = 2,
     sketch_width: int | None = None,
     rayleigh_ritz: bool = False,
@@ -134,14 +139,21 @@ def sketch(
     "auto": see `choose_method`.
     ``num_probes``: trace probes, by default 32 (krylov) or the paper's 100. With ``rtol`` the most difficult sample of
     the batch decides how many are drawn; without it, a sample's numbers do not depend on its batch.
+    ``with_earlier``: also what the Krylov space knew before its last block, to judge by the change how far singular
+    values and modes are to be trusted.
     """
     check_rank(op, rank)
+    if rtol is not None and rtol < 2 * op.round_off:
+        raise PullbackError(
+            f"rtol: expected at least {2 * op.round_off:.0e}, since products in this precision leave a relative error "
+            f"of {op.round_off:.0e}, got {rtol:g}. Raise it, or choose a higher precision."
+        )
     sampled = (num_probes or 32) + (2 * lanczos_steps * slq_probes if with_effective_rank else 0)
     method = choose_method(method, op.rows, op.cols, rank, sampled=sampled, itemsize=op.dtype.itemsize)
     spent = op.products
     if method == "exact":
         svd = exact_svd(op, rank)
-        total = Estimate.exact(cast(Tensor, svd.spectrum).double().square().sum(-1))
+        total = Estimate.exact(cast(Tensor, svd.spectrum).double().square().sum(-1), round_off=op.round_off)
     elif method == "paper":
         svd = power_iteration(
             op, rank, power_iters=power_iters, sketch_width=sketch_width, rayleigh_ritz=rayleigh_ritz, streams=streams
@@ -165,6 +177,8 @@ def sketch(
         method=method,
         products=op.products - spent,
         iterations=svd.iterations,
+        round_off=op.round_off,
+        earlier=_before_the_last_block(svd) if with_earlier and method == "krylov" else None,
     )
 
 
@@ -173,7 +187,7 @@ def _krylov(
 ) -> tuple[Svd, Estimate]:
     """The trace probes are multiplied first: whatever basis the Krylov space reaches, they tell its tail for free."""
     first = draw_probes(op, num_probes, streams)
-    tolerance = _trace_noise(*first, rtol)
+    tolerance = _trace_noise(*first, rtol, op.round_off)
     svd = block_krylov(op, rank, rtol=tolerance, max_depth=max_depth, margin=margin, streams=streams)
     total = deflated_hutchinson(
         op,
@@ -187,15 +201,17 @@ def _krylov(
     return svd, total
 
 
-def _trace_noise(probes: Tensor, probe_images: Tensor, rtol: float | None) -> Callable[[KrylovSpace], Tensor]:
+def _trace_noise(
+    probes: Tensor, probe_images: Tensor, rtol: float | None, round_off: float
+) -> Callable[[KrylovSpace], Tensor]:
     """The truncation error worth reaching for a space: a fraction of the noise that its deflated trace has."""
 
     def tolerance(space: KrylovSpace) -> Tensor:
         tail = tail_energies(probes, probe_images, space.basis, space.image)
         captured = energy(space.image)
-        noise = Estimate.from_samples(tail, captured).relative_se
-        nothing_left = tail.mean(-1) <= _NOTHING * captured
-        worth = _TRUNCATION_SHARE * noise
+        noise = Estimate.from_samples(tail, captured, round_off=round_off).relative_se
+        nothing_left = tail.mean(-1) <= _NOTHING * round_off * captured
+        worth = _TRUNCATION_SHARE * noise.clamp_min(_FINEST)
         if rtol is not None:
             # Too far from rtol for more probes to bridge: let the space grow, which takes the tail's variance away.
             reachable = probes.shape[-1] * (noise / rtol).square() <= _MAX_TRACE_PROBES
@@ -207,9 +223,9 @@ def _trace_noise(probes: Tensor, probe_images: Tensor, rtol: float | None) -> Ca
 
 def capture_ratio(svd: Svd, total: Estimate, captured: Tensor | None) -> Estimate:
     """kappa_j = a_j / T. Given the basis, a_j is a constant, also where T = captured + tail contains it: the relative
-    noise of T is that of kappa. The truncation error of a_j adds to it, which is at most the tail (Ky Fan); twice the
-    estimated tail is beyond its noise. ``captured`` [B]: the energy in the space that the modes were found in, if T was
-    deflated by it.
+    noise of T, with its round-off, is that of kappa. The truncation error of a_j adds to it, which is at most the tail
+    (Ky Fan); twice the estimated tail is beyond its noise. ``captured`` [B]: the energy in the space that the modes
+    were found in, if T was deflated by it.
     """
     energies = svd.singular_values.double().square().cumsum(-1)
     missing = svd.relative_error * energies
@@ -217,4 +233,18 @@ def capture_ratio(svd: Svd, total: Estimate, captured: Tensor | None) -> Estimat
         missing = torch.minimum(missing, 2 * (total.value - captured).clamp_min(0)[:, None])
     whole = torch.where(total.value > 0, total.value, 1.0)[:, None]
     kappa = energies / whole
-    return Estimate.of(kappa, torch.hypot(kappa * total.relative_se[:, None], missing / whole))
+    return Estimate(kappa, torch.hypot(kappa * total.relative_se[:, None], missing / whole))
+
+
+def _before_the_last_block(svd: Svd) -> tuple[Tensor, Tensor]:
+    """Singular values [B, r] and modes [B, n, r] that each sample's Krylov space had one block earlier.
+
+    Where nothing was left to find, there is no last block and they are those that were found.
+    """
+    basis, image = svd.deflation()
+    rank = svd.singular_values.shape[-1]
+    inner = cast(Tensor, svd.reach) >= 1
+    theta, vectors = torch.linalg.eigh(inner[:, :, None] * gram(image, image) * inner[:, None, :])
+    missing = max(0, rank - theta.shape[-1])  # columns of zeros, as in the modes themselves
+    values = F.pad(theta.flip(-1)[:, :rank].clamp_min(0).sqrt(), (0, missing))
+    return values.to(basis.dtype), basis @ F.pad(vectors.flip(-1)[..., :rank], (0, missing)).to(basis.dtype)

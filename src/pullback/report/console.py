@@ -49,6 +49,7 @@ def diagnosis_summary(document: dict[str, Any], width: int) -> RenderableType:
     parts += _advice(layers)
     parts += _multiplicity(layers)
     parts += _lowered(layers)
+    parts += _without_errors(layers)
     parts += _notes(document)
     if document["skipped"]:
         parts += [Text(), *_skipped(document)]
@@ -137,6 +138,16 @@ def _lowered(layers: list[dict[str, Any]]) -> list[RenderableType]:
             what = f"rank {', '.join(map(str, lowered))} lowered to {limit}, the smaller side of the Jacobian"
             parts.append(Text(f"{layer_name(layer['layer'])}: {what}.", style="yellow"))
     return parts
+
+
+def _without_errors(layers: list[dict[str, Any]]) -> list[RenderableType]:
+    """The layers whose modes come with no error of their own. Files of earlier versions do not say."""
+    names = [layer_name(layer["layer"]) for layer in layers if layer["cv"].get("estimation_se", 0.0) is None]
+    what = (
+        "CV and effective rank (first r) have no estimation error: power iteration stops after a fixed number of "
+        "rounds and cannot tell how far it is from the modes. Use --method krylov or exact for one."
+    )
+    return [Text(f"{', '.join(names)}: {what}", style="yellow")] if names else []
 
 
 def _multiplicity(layers: list[dict[str, Any]]) -> list[RenderableType]:

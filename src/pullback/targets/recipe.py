@@ -134,7 +134,7 @@ def _targets(op: JacobianOperator, shape: torch.Size, recipe: Recipe, streams: S
     )
     svd = found.svd
     if svd.column_energies is not None:
-        norms = exact_block_norms(svd.column_energies, shape[0])
+        norms = exact_block_norms(svd.column_energies, shape[0], round_off=op.round_off)
     else:  # deflated by what is known of the output space
         norms = block_norms(op, shape[0], num_probes=recipe.num_probes, known=found.known, streams=streams)
     modes = as_token_maps(svd.right, shape)
