@@ -23,7 +23,7 @@ from measure import machine, milliseconds, random_dinov2, save
 from torch import Tensor, nn
 
 import pullback as pb
-from pullback.backbones.attention import attend
+from pullback.backbones.block import attend
 from pullback.pruning.forward import _after, _whole, decide
 from pullback.pruning.scores import ScoreContext
 

@@ -110,14 +110,11 @@ def diagnose(
         progress.stage("loading torch")
         prepare()
         from pullback.geometry.folder import DiagnosisRequest, run_diagnosis
-        from pullback.vggt.backbone import is_vggt
-        from pullback.vggt.diagnosis import run_scene_diagnosis
 
-        of_scenes = is_vggt(model)
         request = DiagnosisRequest(
             model=model,
             images=images,
-            decoder=decoder or ("camera" if of_scenes else "cls"),
+            decoder=decoder,
             layers=tuple(parse_layer(text) for text in layer or ()),
             limit=limit,
             ranks=tuple(rank or (20,)),
@@ -130,7 +127,7 @@ def diagnose(
             distance=distance,
         )
         try:
-            document = (run_scene_diagnosis if of_scenes else run_diagnosis)(request, out, progress)
+            document = run_diagnosis(request, out, progress, on_layer=progress.layer_done)
         except Exception:
             if progress.done:
                 drawing.draw(out)
@@ -156,7 +153,7 @@ def demo(
         prepare()
         from pullback.experiments.demo import NOTE, SCENES_FOLDER, run_demo
 
-        documents = run_demo(out, progress, seed)
+        documents = run_demo(out, progress, seed, progress.layer_done)
         progress.stage("drawing figures")
         figures = [drawing.draw(out / name) for name in (SCENES_FOLDER, *documents)]
         page = write_page(out, progress, list(documents), NOTE, SCENES_FOLDER) if all(figures) else None
@@ -177,10 +174,9 @@ def list_models() -> None:
     with ProgressDisplay(console(stderr=True)) as progress, reported(progress):
         progress.stage("loading torch")
         prepare()
-        from pullback.backbones import list_models as rows
-        from pullback.vggt.diagnosis import MODELS_ROW
+        from pullback.registry import list_models as rows
 
-        table = models_table([*rows(), MODELS_ROW])
+        table = models_table(rows())
     console().print(table)
     console().print(
         "`tiny-scenes` and `tiny-views` (a vggt) come with the package. A folder with config.json and safetensors of "

@@ -18,7 +18,7 @@ from pullback.report.console import console
 from pullback.report.progress import ProgressDisplay
 
 if TYPE_CHECKING:
-    from pullback.probes import MultiLayerProbe, ProbeMap
+    from pullback.probes import ProbeMap
 
 Method = Literal["auto", "krylov", "paper", "exact"]
 Precision = Literal["float32", "tf32", "bf16"]
@@ -95,9 +95,9 @@ def parse_size(text: str | None) -> int | tuple[int, int] | None:
 
 def refuse_scenes(model: str, command: str, instead: str, page: str = "docs/vggt.md") -> None:
     """Commands that read single images say so before they load a VGGT, whose samples are scenes of several views."""
-    from pullback.vggt.backbone import is_vggt
+    from pullback.backbones import entry_of
 
-    if is_vggt(model):
+    if entry_of(model).views:
         raise PullbackError(
             f"model: `pullback {command}` expects a model of single images, got {model!r}, a VGGT, whose samples are "
             f"scenes of several views. In Python, use {instead} ({page})."
@@ -111,7 +111,7 @@ def load_any_probe(
     device: str,
     distance: str | None = None,
     after_norm: bool = True,
-) -> ProbeMap | MultiLayerProbe:
+) -> ProbeMap:
     """A probe at a block, or at all layers that a dense decoder reads when ``layer`` is "hooks"."""
     from pullback.probes import load_probe, multi_layer_probe
 
