@@ -27,9 +27,9 @@ from pullback.errors import ImageError, PullbackError
 from pullback.evaluation import spearman
 from pullback.geometry import Spectrum, spectrum, token_importance
 from pullback.geometry.spectrum import output_size
+from pullback.probes import ProbeMap, load_probe
 from pullback.randnla import effective_rank_from_spectrum
 from pullback.vggt.camera_metric import CameraMetric
-from pullback.vggt.probes import SceneProbe, scene_probe
 from pullback.vggt.views import SceneFolder, check_width, find_scenes
 
 Row = dict[str, Any]
@@ -65,7 +65,7 @@ class MetricComparison:
 
 
 def compare_metrics(
-    probe: SceneProbe,
+    probe: ProbeMap,
     images: Tensor,
     metric: CameraMetric | None = None,
     *,
@@ -123,11 +123,11 @@ def pruning_agreement(first: Tensor, second: Tensor, ratio: float = PRUNED) -> T
 
 
 def scene_rows(
-    probe: SceneProbe, scenes: Sequence[SceneFolder], *, rank: int, views: int | None, size: int | None
+    probe: ProbeMap, scenes: Sequence[SceneFolder], *, rank: int, views: int | None, size: int | None
 ) -> Iterator[Row | SkippedImage]:
     """One scene at a time, since scenes may differ in their number of views: its row, or why it cannot be read."""
     if size is not None:
-        check_width(size, probe.backbone.model.config.patch_size)
+        check_width(size, probe.backbone.patch_size)
     for scene in scenes:
         files = scene.files[:views]
         try:
@@ -173,7 +173,7 @@ def main(
     """The camera under two output metrics."""
     try:
         folders = find_scenes(scenes)
-        probe = scene_probe(model, "camera", layer, device=device, pose_derivative=pose_derivative)
+        probe = load_probe(model, "camera", layer, device=device, pose_derivative=pose_derivative)
         rows: list[Row] = []
         for row in scene_rows(probe, folders, rank=rank, views=views, size=size):
             if isinstance(row, SkippedImage):

@@ -31,6 +31,8 @@ from rich import box
 from rich.table import Table
 from torch import Tensor
 
+from pullback.backbones import load_any_backbone
+from pullback.decoders import build_decoder
 from pullback.errors import DecoderError, PullbackError, RankError
 from pullback.experiments.scene_taxonomy import draw_scenes
 from pullback.geometry.spectrum import output_size
@@ -51,14 +53,12 @@ from pullback.learning.train_spn import (
     example_scores,
     natural_sensitivity_ratio,
 )
+from pullback.probes import ProbeMap
 from pullback.report.console import console
 from pullback.report.wording import UNKNOWN, plain, short_name
 from pullback.runs.provenance import weights_hash
 from pullback.scenes.splits import HELD_OUT
 from pullback.targets.recipe import targets_of
-from pullback.vggt.backbone import load_scene_backbone
-from pullback.vggt.decoders import build_scene_decoder
-from pullback.vggt.probes import SceneProbe
 
 Row = dict[str, Any]
 TRAIN = 4 * HELD_OUT
@@ -99,7 +99,7 @@ class SceneSet:
     examples: SpnExamples
 
 
-def scene_set(probe: SceneProbe, images: Tensor, rank: int) -> SceneSet:
+def scene_set(probe: ProbeMap, images: Tensor, rank: int) -> SceneSet:
     """Modes are exact and in float32 whatever the supervision's products are: they judge it."""
     features = probe.features(images)
     targets = targets_of(probe, features, rank=rank, method="exact", keep_modes=True)
@@ -109,7 +109,7 @@ def scene_set(probe: SceneProbe, images: Tensor, rank: int) -> SceneSet:
     return SceneSet(features, SpnExamples(lambda rows: features[rows], *known, layout.prefix, layout.views))
 
 
-def supervision_of(name: str, probe: SceneProbe, precision: str) -> Supervision:
+def supervision_of(name: str, probe: ProbeMap, precision: str) -> Supervision:
     choices: dict[str, Supervision] = {
         "RandNLA q=1": RandNLA(probe, 1, precision=precision, signal_probes=0),
         "RandNLA q=2": RandNLA(probe, 2, precision=precision, signal_probes=0),
@@ -124,7 +124,7 @@ def supervision_of(name: str, probe: SceneProbe, precision: str) -> Supervision:
 class CameraSpn:
     """One probe, its training and held-out scenes, and the rows that they give."""
 
-    def __init__(self, probe: SceneProbe, settings: Settings) -> None:
+    def __init__(self, probe: ProbeMap, settings: Settings) -> None:
         self.probe, self.settings = probe, settings
         trained, judged = (self._images(first, count) for first, count in self._seeds())
         self.rank = rank_of(probe, judged, settings.rank)
@@ -138,7 +138,7 @@ class CameraSpn:
         return (TRAIN, self.settings.train_scenes), (HELD_OUT, self.settings.held_out)
 
     def _images(self, first: int, count: int) -> Tensor:
-        size = self.settings.size or self.probe.backbone.model.config.img_size
+        size = self.settings.size or self.probe.backbone.preprocessing.size
         return draw_scenes(range(first, first + count), size=size, views=self.settings.views, device=self.probe.device)
 
     def facts(self) -> Row:
@@ -204,7 +204,7 @@ class CameraSpn:
         return network.to(features.device).start_from(features[first], examples.singular_values[first])
 
 
-def rank_of(probe: SceneProbe, images: Tensor, rank: int | None) -> int:
+def rank_of(probe: ProbeMap, images: Tensor, rank: int | None) -> int:
     """As asked for, or as many directions as J has rows, at most `RANK`."""
     rows = output_size(probe, probe.features(images[:1]))
     if rank is not None and not 1 <= rank <= rows:
@@ -215,15 +215,15 @@ def rank_of(probe: SceneProbe, images: Tensor, rank: int | None) -> int:
     return min(RANK, rows) if rank is None else rank
 
 
-def camera_probe(model: str, settings: Settings, device: str) -> SceneProbe:
+def camera_probe(model: str, settings: Settings, device: str) -> ProbeMap:
     if not re.fullmatch(r"camera(-\d+)?", settings.decoder):
         raise DecoderError(
             f"decoder: expected 'camera' (of all views) or one such as 'camera-1' (of one view), got "
             f"{settings.decoder!r}. Exact modes of every scene are taken here, which needs the few rows of a camera."
         )
-    backbone = replace(load_scene_backbone(model, device=device), name=short_name(model))
+    backbone = replace(load_any_backbone(model, device=device), name=short_name(model))
     layer = backbone.depth // 2 if settings.layer is None else settings.layer
-    return SceneProbe(backbone, build_scene_decoder(settings.decoder, backbone), layer)
+    return ProbeMap(backbone, build_decoder(settings.decoder, backbone), layer)
 
 
 def run(

@@ -29,7 +29,7 @@ from pullback.learning.fit import FitConfig, Fitted, Losses, Network, Share, fit
 from pullback.learning.head import HeadConfig, ImportanceHead
 from pullback.learning.losses import conformal_loss
 from pullback.operators import LowRankMetric
-from pullback.probes import MultiLayerProbe, ProbeMap
+from pullback.probes import ProbeMap
 from pullback.runs.provenance import weights_hash
 from pullback.targets.origin import Origin
 from pullback.targets.shards import READERS
@@ -283,7 +283,7 @@ def distilled_examples(
 
 TARGETS = ("importance", "block-norm")
 Reader = Callable[[Tensor], Tensor]
-AnyProbe = ProbeMap | MultiLayerProbe
+AnyProbe = ProbeMap
 _BATCH = 64
 
 

@@ -102,7 +102,7 @@ def block_norms_of_layers(
     """
     backbone, decoder = probe.backbone, probe.decoder
     layout = backbone.token_layout(images)
-    rope, top = backbone.rope(layout), backbone.depth - 1
+    rope, top = backbone.tables(layout, images), backbone.depth - 1
     if not layers or list(layers) != sorted(set(layers)) or layers[-1] > max(decoder.layers):
         raise PullbackError(
             f"layers: expected different layers in ascending order, none above the last that the decoder reads "

@@ -14,7 +14,7 @@ from pullback.data.sources import Source, open_source
 from pullback.errors import ImageError, PullbackError
 from pullback.operators import JacobianOperator
 from pullback.operators.execution import check_precision
-from pullback.probes import MultiLayerProbe, ProbeMap
+from pullback.probes import ProbeMap
 from pullback.randnla.modes import choose_method
 from pullback.randnla.svd import check_rank
 from pullback.targets.recipe import Recipe
@@ -27,7 +27,7 @@ _NAMED = 5
 
 
 def compute_targets(
-    probe: ProbeMap | MultiLayerProbe,
+    probe: ProbeMap,
     source: ImageSource | Source,
     *,
     out: str | os.PathLike[str],
@@ -85,7 +85,7 @@ def compute_targets(
 
 
 def compute_table(
-    probe: ProbeMap | MultiLayerProbe,
+    probe: ProbeMap,
     source: ImageSource | Source,
     *,
     rank: int = 20,
@@ -112,7 +112,7 @@ def compute_table(
 
 
 def _checked(
-    probe: ProbeMap | MultiLayerProbe,
+    probe: ProbeMap,
     recipe: Recipe,
     size: int | tuple[int, int] | None,
     crops: int,
