@@ -1,5 +1,7 @@
 """Scores see one image at a time, and mean what their papers say."""
 
+import copy
+
 import pytest
 import torch
 
@@ -190,7 +192,8 @@ def test_a_score_of_the_wrong_shape_is_refused():
 
 @pytest.mark.parametrize("name", ["norm", "cls-similarity", "evit"])
 def test_half_precision_still_tells_tokens_apart(name):
-    backbone, images = load_backbone(seeded_vit().to(torch.bfloat16)), random_normal(1, 3, 280, 280).to(torch.bfloat16)
+    backbone = load_backbone(copy.deepcopy(seeded_vit()).to(torch.bfloat16))  # a copy: other tests share the model
+    images = random_normal(1, 3, 280, 280).to(torch.bfloat16)
     scores = as_score(name)(*context_of(backbone, images))
     assert scores.dtype == torch.float32
     assert len(scores.unique()) > 0.9 * scores.numel()
