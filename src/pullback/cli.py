@@ -185,7 +185,7 @@ def list_models() -> None:
     console().print(
         "`tiny-scenes` and `tiny-views` (a vggt) come with the package. A folder with config.json and safetensors of "
         "one of these types works like its hub id. Samples of vggt are scenes of several views, which only "
-        "`pullback diagnose` and Python take (docs/vggt.md).",
+        "`pullback diagnose` and Python take (docs/guide/vggt.md).",
         style="dim",
     )
 

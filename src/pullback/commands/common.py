@@ -93,7 +93,7 @@ def parse_size(text: str | None) -> int | tuple[int, int] | None:
     return (int(match[1]), int(match[2])) if match[2] else int(match[1])
 
 
-def refuse_scenes(model: str, command: str, instead: str, page: str = "docs/vggt.md") -> None:
+def refuse_scenes(model: str, command: str, instead: str, page: str = "docs/guide/vggt.md") -> None:
     """Commands that read single images say so before they load a VGGT, whose samples are scenes of several views."""
     from pullback.backbones.vggt import is_vggt
 

@@ -43,7 +43,7 @@ def plan(
         progress.stage("loading torch")
         prepare()
         instead = "pullback.pruning.vggt.prune_views(model, score, ratio=..., stages=...)"
-        refuse_scenes(model, "plan", instead, "docs/vggt-pruning.md")
+        refuse_scenes(model, "plan", instead, "docs/guide/vggt-pruning.md")
         from pullback.learning.head import ImportanceHead
         from pullback.planning import plan_pruning
         from pullback.probes import load_probe

@@ -79,7 +79,7 @@ def prune(
         progress.stage("loading torch")
         prepare()
         instead = "pullback.pruning.vggt.prune_views(model, score, ratio=..., stages=...)"
-        refuse_scenes(model, "prune", instead, "docs/vggt-pruning.md")
+        refuse_scenes(model, "prune", instead, "docs/guide/vggt-pruning.md")
         from pullback.commands.prune_rows import PruneRequest, run_comparison
 
         request = PruneRequest(

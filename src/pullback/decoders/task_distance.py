@@ -1,7 +1,7 @@
 """Task distances: maps y -> d(y) after which the Euclidean distance of two outputs is the task's own.
 
 A task distance delta with delta(a, b) = |d(a) - d(b)| is composed with the decoder, and J becomes the Jacobian of
-d(decoder). Users may pass any function [B, ...] -> [B, ...]; docs/distances.md shows LPIPS as one.
+d(decoder). Users may pass any function [B, ...] -> [B, ...]; docs/guide/probes.md shows LPIPS as one.
 """
 
 from __future__ import annotations

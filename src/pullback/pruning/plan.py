@@ -165,9 +165,9 @@ def preset(
     """A named plan. ``ratio``: split equally over the stages, or a share for each. ``dense``: the decoder reads
     patches.
 
-    best: what won on our measurements (docs/pruning.md). paper: section 7 literally. drop: the lowest scores go,
-    nothing else. tome, evit, strided: baselines from the literature that work on frozen models; their score is "tome",
-    "evit" or "strided".
+    best: what won on our measurements (docs/results/pruning-cls.md). paper: section 7 literally. drop: the lowest
+    scores go, nothing else. tome, evit, strided: baselines from the literature that work on frozen models; their score
+    is "tome", "evit" or "strided".
     """
     stages = as_blocks(stages)
     shares = as_shares(ratio, len(stages))
