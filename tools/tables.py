@@ -15,8 +15,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 from measured import embedded, geometry, learning, overview, pruning, theorem, vggt
 from measured.common import ROOT
 
