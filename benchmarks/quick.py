@@ -38,7 +38,7 @@ QUICK = {
     "pruning_speed": "--device cpu --size small --cases 224:1 --no-compile --rounds 1",
     "vggt": "",
     "vggt_pruning": "--ratios 0.5 --rounds 1",
-    "vggt_rules": "--scenes 1 --views 2 --scores random",
+    "vggt_rules": "--scenes 2 --views 2 --scores random",
     "vggt_spectra": "--scenes 1",
     "plot_training": "--out OUT/training.png",
 }
