@@ -19,7 +19,6 @@ FIGURE = re.compile(
 SETTINGS = (
     "κ ≥ 0.9",
     "κ is 1",
-    "κ(27) is 1",
     "captures 90 %",
     "95 % interval",
     "95 % bootstrap interval",
