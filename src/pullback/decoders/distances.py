@@ -1,7 +1,7 @@
 """What is measured of an output: a task distance behind the decoder, or an output metric in front of the Jacobian.
 
 A task distance delta with delta(a, b) = |d(a) - d(b)| is given by its map y -> d(y), which is composed with the
-decoder, and J becomes the Jacobian of d(decoder). Users may pass any function [B, ...] -> [B, ...]; docs/distances.md
+decoder, and J becomes the Jacobian of d(decoder). Users may pass any function [B, ...] -> [B, ...]; docs/guide/probes.md
 shows LPIPS as one.
 
 An output metric H = L L^T makes the pullback J^T H J, which is the Euclidean one of L^T J. (The paper writes LJ, which
