@@ -9,8 +9,8 @@ from pullback.backbones import load_backbone
 from pullback.errors import ModelError, PullbackError
 from pullback.geometry.scores import metric_importance, metric_modes
 from pullback.learning.head import ImportanceHead
+from pullback.learning.pretrained import Origin
 from pullback.pruning import preset, run_pruned
-from pullback.targets.origin import Origin
 
 
 @pytest.fixture(scope="module")

@@ -1,16 +1,20 @@
 """Is one rule better than another on the same images? A paired rank test, and bootstrap intervals of means.
 
-Both take one value per image, in the same order for both rules.
+Both take one value per image, in the same order for both rules. And the mean of a score with its standard error.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pullback.errors import PullbackError, ShapeError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 RESAMPLES = 10_000
 _DRAWN_AT_ONCE = 4_000_000  # numbers
@@ -72,6 +76,13 @@ def wilcoxon_p(first: Sequence[float] | np.ndarray, second: Sequence[float] | np
     from scipy.stats import wilcoxon  # half a second
 
     return float(wilcoxon(differences).pvalue)
+
+
+def mean_and_error(values: Tensor) -> tuple[float, float]:
+    """The mean of values [n] and its standard error, std / sqrt(n); 0 for a single value, whose spread is not known."""
+    known = values.detach().double()
+    error = float(known.std()) / len(known) ** 0.5 if len(known) > 1 else 0.0
+    return float(known.mean()), error
 
 
 def _differences(first: np.ndarray, second: np.ndarray) -> np.ndarray:

@@ -20,11 +20,11 @@ from pullback.geometry.scores import (
     metric_modes,
 )
 from pullback.learning.head import ImportanceHead
+from pullback.learning.pretrained import Origin
 from pullback.learning.spn import SpectralPullbackNetwork
 from pullback.probes import ProbeMap
 from pullback.pruning import SCORES, Modes, Score, ScoreContext, as_score
 from pullback.pruning.compare_subject import Combination, Subject
-from pullback.targets.origin import Origin
 
 EXACT = ("exact", "block-norm")
 NAMES = ("importance", *EXACT, "spn", *SCORES)

@@ -67,6 +67,15 @@ class ProgressDisplay:
         self._unit = unit
         self._work = self._bar.add_task(what, total=total, count="")
 
+    def describe(self, what: str) -> None:
+        if self._work is not None:
+            self._bar.update(self._work, description=what)
+
+    def finished(self, part: str, line: str) -> None:
+        self._end_stage()
+        self.done.append(part)
+        self._console.print(line, style="dim", markup=False)
+
     def layer(self, name: str) -> None:
         self._end_stage()
         assert self._work is not None
@@ -74,9 +83,9 @@ class ProgressDisplay:
         place = f"layer {name} ({self._layers.index(name) + 1} of {len(self._layers)})"
         self._bar.update(self._work, description=place, count=self._count())
 
-    def advance(self, images: int) -> None:
+    def advance(self, count: int) -> None:
         assert self._work is not None
-        self._bar.advance(self._work, images)
+        self._bar.advance(self._work, count)
         self._bar.update(self._work, count=self._count())
 
     def layer_done(self, result: dict[str, Any]) -> None:
