@@ -27,8 +27,9 @@ from pullback.geometry.spectrum import Probe
 from pullback.operators import JacobianOperator, ProductCount
 from pullback.operators.execution import check_precision
 from pullback.probes import MultiLayerProbe, ProbeMap
+from pullback.randnla.modes import choose_method
 from pullback.randnla.svd import check_rank
-from pullback.targets.recipe import Recipe, choose_method, targets_of
+from pullback.targets.recipe import Recipe, targets_of
 from pullback.targets.store import StoreWriter, TargetStore, configuration
 from pullback.targets.table import Shard, SkippedItem, TargetTable
 
@@ -267,7 +268,7 @@ def _checked(
     """Refuse what would fail later, before anything is read or written."""
     if crops < 0:
         raise PullbackError(f"crops: expected a number of crops per image, or 0 for the plain image, got {crops}.")
-    choose_method(recipe.method, 1, 1, recipe.rank)
+    choose_method(recipe.method, 1, 1, recipe.rank)  # refuses unknown names before anything is read
     check_precision(recipe.precision)
     pixels = probe.pixel_format(size)
     blank = probe.features(torch.zeros(1, 3, *pixels.size))

@@ -27,8 +27,12 @@ from torch import Tensor, nn
 from pullback.backbones import Backbone
 from pullback.backbones.loading import check_evaluation_mode
 from pullback.errors import ModelError, PullbackError
-from pullback.pruning.forward import StageRecord, _record, _Tokens, _whole, scored
+from pullback.pruning.forward import StageRecord, scored
+from pullback.pruning.forward import TokenState as _Tokens
+from pullback.pruning.forward import stage_record as _record
+from pullback.pruning.forward import whole_sequence as _whole
 from pullback.pruning.matching import Leftover, leftover, reinserted, rows
+from pullback.pruning.model import Pruned
 from pullback.pruning.plan import PrunePlan, as_blocks, as_shares, preset
 from pullback.pruning.scores import HeadScore, Score, ScoreContext, as_score
 from pullback.tokens import TokenLayout
@@ -53,7 +57,7 @@ class PrunedScenes:
     tokens: tuple[int, ...]  # that each global block ran on
 
 
-class PrunedVGGT(nn.Module):
+class PrunedVGGT(Pruned):
     """A VGGT with its own call and output that runs on fewer tokens; ``model`` is the original, untouched."""
 
     def __init__(self, model: VGGT, plan: PrunePlan, scores: Sequence[Choice], scope: Scope) -> None:
