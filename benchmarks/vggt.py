@@ -22,7 +22,6 @@ from measure import LAYER_SCALE, machine, milliseconds, random_vggt, save
 from torch import Tensor
 
 import pullback as pb
-from pullback.vggt.probes import SceneInputProbe, SceneProbe
 
 SMALL = dict(
     img_size=56,
@@ -42,7 +41,7 @@ SIZES: dict[str, dict[str, Any]] = {
 DECODERS = ("camera", "points", "depth")
 
 
-def probe_at(model: pb.VGGT, decoder: str, layer: str) -> SceneProbe | SceneInputProbe:
+def probe_at(model: pb.VGGT, decoder: str, layer: str) -> pb.ProbeMap:
     return pb.multi_layer_probe(model, decoder) if layer == "hooks" else pb.load_probe(model, decoder, int(layer))
 
 
@@ -74,7 +73,7 @@ def peak_gigabytes(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
 
 
-def product_times(probe: SceneProbe | SceneInputProbe, features: Tensor, count: int, precision: str) -> dict[str, Any]:
+def product_times(probe: pb.ProbeMap, features: Tensor, count: int, precision: str) -> dict[str, Any]:
     """Milliseconds per product of one scene, in a block of ``count``."""
     operator = pb.JacobianOperator(probe, features[:1], precision=precision)
     generator = torch.Generator(features.device).manual_seed(0)

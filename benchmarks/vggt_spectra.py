@@ -20,13 +20,12 @@ from measure import machine, save
 from torch import Tensor
 
 import pullback as pb
+from pullback.decoders import build_decoder
 from pullback.evaluation import spearman
 from pullback.operators import JacobianOperator
 from pullback.randnla import effective_rank_from_spectrum
 from pullback.scenes.render import SceneBatch, render
 from pullback.scenes.splits import HELD_OUT
-from pullback.vggt.decoders import build_scene_decoder
-from pullback.vggt.probes import SceneInputProbe, SceneProbe
 
 PLASTIC = 1.32471795724474602596
 QUATERNION, FOV = slice(3, 7), slice(7, 9)
@@ -110,12 +109,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None, help="folder of the JSON file")
     options = parser.parse_args()
     probe = pb.load_probe(options.model, "camera-1", options.layer, device=options.device)
-    assert isinstance(probe, SceneProbe)
     backbone = probe.backbone
-    size = backbone.model.config.img_size
+    size = backbone.preprocessing.size
     seeds = range(HELD_OUT, HELD_OUT + options.scenes)
     scenes = render(seeds, size=size, views=2, device=options.device)
-    decoder, sky = build_scene_decoder("points", backbone), sky_of_points(scenes)
+    decoder, sky = build_decoder("points", backbone), sky_of_points(scenes)
     content: dict[str, Any] = {
         "machine": machine(torch.device(options.device)),
         "model": options.model,
@@ -130,8 +128,8 @@ def main() -> None:
         dense, pose = JacobianOperator(probe, features).dense()[0].double(), probe(features).flatten().double()
         rows.setdefault("camera-1", []).append(camera(dense, pose, features.shape[1]))
         places = {
-            f"points L{options.layer:02d}": SceneProbe(backbone, decoder, options.layer),
-            "points x_vis": SceneInputProbe(backbone, decoder),
+            f"points L{options.layer:02d}": pb.ProbeMap(backbone, decoder, options.layer),
+            "points x_vis": pb.ProbeMap(backbone, decoder, "inputs"),
         }
         for name, own in places.items():
             features = own.features(images)

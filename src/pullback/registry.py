@@ -26,10 +26,12 @@ GROUP = "pullback"
 class BackboneEntry:
     """A family of models.
 
-    ``model_types``: names in config.json. ``adapt``: (module, name) -> `Backbone`. ``loader``: transformers' class for
-    checkpoints that we do not read ourselves. ``load``: (name, device, dtype) -> module, for families that transformers
-    does not have. ``may_lack``: parameters that published checkpoints leave out and that no decoder reads unless they
-    are there. ``views``: samples are several views of a scene, not single images.
+    ``model_types``: names in config.json. ``adapt``: (module, name) -> a backbone (`backbones.AnyBackbone`).
+    ``decoders``: names of the decoders that fit. ``loader``: transformers' class for checkpoints that we do not read
+    ourselves. ``load``: (name, device, dtype) -> module, for families that transformers does not have. ``names``: a
+    regular expression of files and hub ids that belong to this family although no config.json says so. ``may_lack``:
+    parameters that published checkpoints leave out and that no decoder reads unless they are there. ``views``: samples
+    are several views of a scene, not single images.
     """
 
     name: str
@@ -39,6 +41,7 @@ class BackboneEntry:
     example: str
     loader: str = "AutoModel"
     load: Code | None = None
+    names: str = ""
     may_lack: tuple[str, ...] = ()
     views: bool = False
 
@@ -48,7 +51,9 @@ class DecoderEntry:
     """A decoder. ``build``: (backbone, *groups of ``pattern``) -> `Decoder`.
 
     ``pattern``: a regular expression for names with numbers in them, such as depth-8x8; by default the name itself.
-    ``family``: the one backbone family that it belongs to, before the decoders of the same name for all.
+    ``family``: the one backbone family that it belongs to, before the decoders of the same name for all; None: every
+    family of single images. ``options``: arguments of `load_probe` that ``build`` takes by keyword, such as
+    pose_derivative.
     """
 
     name: str
@@ -56,6 +61,7 @@ class DecoderEntry:
     help: str
     pattern: str = ""
     family: str | None = None
+    options: tuple[str, ...] = ()
 
     def match(self, choice: str) -> re.Match[str] | None:
         return re.fullmatch(self.pattern or re.escape(self.name), choice)
@@ -75,8 +81,137 @@ class ScoreEntry:
     needs: str = ""
 
 
-BACKBONES: dict[str, BackboneEntry] = {}
-DECODERS: list[DecoderEntry] = []
+_FAMILIES = "pullback.backbones.families"
+BACKBONES: dict[str, BackboneEntry] = {
+    entry.name: entry
+    for entry in (
+        BackboneEntry(
+            "dinov2",
+            ("dinov2",),
+            f"{_FAMILIES}:dinov2",
+            ("cls", "mean", "saliency"),
+            "facebook/dinov2-base",
+            may_lack=("mask_token",),
+        ),
+        BackboneEntry(
+            "dinov2-registers",
+            ("dinov2_with_registers",),
+            f"{_FAMILIES}:dinov2_registers",
+            ("cls", "mean"),
+            "facebook/dinov2-with-registers-base",
+            may_lack=("mask_token",),
+        ),
+        BackboneEntry(
+            "dinov3",
+            ("dinov3_vit",),
+            f"{_FAMILIES}:dinov3",
+            ("cls", "mean"),
+            "facebook/dinov3-vitb16-pretrain-lvd1689m",
+            may_lack=("mask_token",),
+        ),
+        BackboneEntry(
+            "clip",
+            ("clip", "clip_vision_model"),
+            f"{_FAMILIES}:clip",
+            ("cls", "projection", "mean"),
+            "openai/clip-vit-base-patch16",
+            loader="CLIPVisionModelWithProjection",
+            may_lack=("visual_projection",),
+        ),
+        BackboneEntry(
+            "siglip",
+            ("siglip", "siglip_vision_model"),
+            f"{_FAMILIES}:siglip",
+            ("pool", "mean"),
+            "google/siglip-base-patch16-224",
+            loader="SiglipVisionModel",
+        ),
+        BackboneEntry(
+            "vit",
+            ("vit",),
+            f"{_FAMILIES}:vit",
+            ("cls", "pool", "mean"),
+            "google/vit-base-patch16-224",
+            may_lack=("pooler", "mask_token"),
+        ),
+        BackboneEntry(
+            "deit",
+            ("deit",),
+            f"{_FAMILIES}:deit",
+            ("cls", "pool", "mean"),
+            "facebook/deit-base-distilled-patch16-224",
+            may_lack=("pooler", "mask_token"),
+        ),
+        BackboneEntry(
+            "depth-anything",
+            ("depth_anything",),
+            f"{_FAMILIES}:depth_anything",
+            ("depth", "depth-GxG", "cls", "mean"),
+            "depth-anything/Depth-Anything-V2-Base-hf",
+            loader="AutoModelForDepthEstimation",
+            may_lack=("mask_token",),
+        ),
+        BackboneEntry(
+            "tiny-scenes",
+            ("tiny_scenes",),
+            f"{_FAMILIES}:tiny_scenes",
+            ("depth", "depth-GxG", "cls", "mean"),
+            "tiny-scenes",
+        ),
+        BackboneEntry(
+            "vggt",
+            ("vggt",),
+            "pullback.vggt.backbone:adapt",
+            ("camera", "camera-V", "points", "points-K", "depth", "depth-GxG"),
+            "facebook/VGGT-1B",
+            load="pullback.vggt.checkpoint:load_vggt",
+            # the config.json of the published checkpoints has no model type, and files of weights have none beside them
+            names=r"(?i).*vggt.*|.*\.safetensors",
+            views=True,
+        ),
+    )
+}
+
+_EMBEDDING, _DENSE, _VGGT = "pullback.decoders.embedding", "pullback.decoders.dense", "pullback.vggt.decoders"
+DECODERS: list[DecoderEntry] = [
+    DecoderEntry("cls", f"{_EMBEDDING}:class_token", "the class token after the final norm"),
+    DecoderEntry("projection", f"{_EMBEDDING}:projection", "CLIP's embedding in the space that it shares with text"),
+    DecoderEntry("pool", f"{_EMBEDDING}:pool", "the model's own pooling head (SigLIP, ViT, DeiT)"),
+    DecoderEntry("mean", f"{_EMBEDDING}:patch_mean", "the mean of the patch tokens after the final norm"),
+    DecoderEntry("depth", f"{_DENSE}:depth", "the depth map of a DPT head (Depth Anything, tiny-scenes)"),
+    DecoderEntry(
+        "depth-GxG", f"{_DENSE}:depth", "the depth map averaged down, depth-8x8 for example", r"depth-(\d+)x(\d+)"
+    ),
+    DecoderEntry("saliency", f"{_DENSE}:saliency", "the saliency head beside a fine-tuned backbone"),
+    DecoderEntry(
+        "camera",
+        f"{_VGGT}:camera",
+        "the cameras of all views, 9 numbers each",
+        family="vggt",
+        options=("pose_derivative",),
+    ),
+    DecoderEntry(
+        "camera-V",
+        f"{_VGGT}:camera",
+        "the camera of one view, camera-0 for example",
+        r"camera-(\d+)",
+        family="vggt",
+        options=("pose_derivative",),
+    ),
+    DecoderEntry("points", f"{_VGGT}:points", "64 points of the scene", family="vggt"),
+    DecoderEntry(
+        "points-K", f"{_VGGT}:points", "K points, points-128 for example", r"points-([1-9]\d*)", family="vggt"
+    ),
+    DecoderEntry("depth", f"{_VGGT}:depth", "the depth maps of all views", family="vggt"),
+    DecoderEntry(
+        "depth-GxG",
+        f"{_VGGT}:depth",
+        "each view's depth map averaged down, depth-8x8 for example",
+        r"depth-([1-9]\d*)x([1-9]\d*)",
+        family="vggt",
+    ),
+]
+
 SCORES: dict[str, ScoreEntry] = {}
 
 
@@ -99,6 +234,30 @@ def register_score(entry: ScoreEntry) -> ScoreEntry:
     """Add a score per token, or replace the one of the same name."""
     SCORES[entry.name] = entry
     return entry
+
+
+def backbones() -> list[BackboneEntry]:
+    """Every family that can be loaded, those of other packages included."""
+    load_plugins()
+    return list(BACKBONES.values())
+
+
+def decoders_for(family: str) -> list[DecoderEntry]:
+    """The decoders that may be asked for by name with a family of backbones: its own, then those for all.
+
+    Decoders for all families read single images, so a family of several views has its own alone.
+    """
+    load_plugins()
+    own = [entry for entry in DECODERS if entry.family == family]
+    views = family in BACKBONES and BACKBONES[family].views
+    return own + [entry for entry in DECODERS if entry.family is None and not views]
+
+
+def list_models() -> list[tuple[str, str, str, str]]:
+    """(family, model types in config.json, decoders, example) of everything that can be loaded."""
+    return [
+        (entry.name, ", ".join(entry.model_types), ", ".join(entry.decoders), entry.example) for entry in backbones()
+    ]
 
 
 def resolve(code: Code) -> Any:

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from helpers.families import SMALL_MODELS, images_for, model_of
-from pullback.backbones import list_models, load_backbone
-from pullback.backbones.registry import FAMILIES, family_of
+from pullback.backbones import entry_of, list_models, load_backbone
+from pullback.backbones.loading import family_of
 from pullback.errors import ImageError, ModelError, ShapeError
 from pullback.models.embedded import EMBEDDED
+from pullback.registry import BACKBONES
 from pullback.tokens import TokenLayout
-from pullback.vggt.backbone import is_vggt
 
 PREFIX = {"dinov2": 1, "dinov2-registers": 3, "dinov3": 3, "clip": 1, "siglip": 0, "vit": 1, "deit": 2}
 
@@ -102,13 +102,13 @@ def test_a_square_layout_follows_from_the_token_count():
 
 def test_the_list_of_models_names_every_family_and_every_embedded_model():
     rows = list_models()
-    assert [row[0] for row in rows] == [family.name for family in FAMILIES]
-    assert {name for name in EMBEDDED if not is_vggt(name)} <= {row[-1] for row in rows}
+    assert [row[0] for row in rows] == list(BACKBONES)
+    assert {entry_of(name).name for name in EMBEDDED} <= {row[0] for row in rows}
     assert all(all(isinstance(cell, str) and cell for cell in row) for row in rows)
 
 
 def test_a_model_type_belongs_to_one_family():
-    types = [kind for family in FAMILIES for kind in family.model_types]
+    types = [kind for entry in BACKBONES.values() for kind in entry.model_types]
     assert len(types) == len(set(types))
     with pytest.raises(ModelError, match="model: no adapter for transformers' model type 'bert'; known are clip"):
         family_of("bert")

@@ -9,10 +9,9 @@ from safetensors.torch import load_file, save_file
 
 import pullback as pb
 from helpers.families import GRIDS, SMALL_MODELS, images_for, model_of, randomized, save
-from pullback.backbones import load_backbone, resolve_device
+from pullback.backbones import entry_of, load_backbone, resolve_device
 from pullback.errors import DecoderError, ModelError
 from pullback.models.embedded import EMBEDDED
-from pullback.vggt.backbone import is_vggt
 
 ON_CPU = dict(device="cpu", dtype=torch.float64)
 
@@ -96,7 +95,7 @@ def test_a_classifier_loads_as_its_backbone(name, classifier, tmp_path):
     torch.testing.assert_close(last_layer(loaded, images), last_layer(original, images), rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", [name for name in EMBEDDED if not is_vggt(name)])
+@pytest.mark.parametrize("name", [name for name in EMBEDDED if not entry_of(name).views])
 def test_an_embedded_model_is_the_same_every_time(name):
     first, second = load_backbone(name, **ON_CPU), load_backbone(name, **ON_CPU)
     images = torch.ones(1, 3, 2 * first.patch_size, 3 * first.patch_size)
@@ -104,7 +103,7 @@ def test_an_embedded_model_is_the_same_every_time(name):
 
 
 def test_the_embedded_vggt_is_no_backbone_of_single_images():
-    with pytest.raises(ModelError, match="model: a VGGT takes scenes of several views, not single images"):
+    with pytest.raises(ModelError, match="model: a vggt takes scenes of several views, not single images"):
         load_backbone("tiny-views", **ON_CPU)
 
 

@@ -9,18 +9,11 @@ import pullback as pb
 from pullback.data.images import IMAGENET_MEAN, IMAGENET_STD
 from pullback.experiments import demo
 from pullback.runs import documents as files
+from pullback.runs.progress import Silent
 from pullback.scenes.render import CLASSES, render
 from pullback.scenes.splits import HELD_OUT
 
 SIZE, COUNT = 56, 2
-
-
-class Silent:
-    def stage(self, text): ...
-    def start(self, layers, images): ...
-    def layer(self, name): ...
-    def advance(self, images): ...
-    def layer_done(self, result): ...
 
 
 @pytest.fixture
@@ -45,7 +38,7 @@ def test_pictures_on_disk_and_in_the_batch_are_the_rendered_ones(tmp_path):
 def test_scenes_are_held_out_and_another_seed_shows_others(small, tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(demo, "render", lambda seeds, size: seen.append(seeds) or render(seeds, size=size))
-    monkeypatch.setattr(demo, "run_diagnosis", lambda *arguments: {})
+    monkeypatch.setattr(demo, "run_diagnosis", lambda *arguments, **options: {})
     monkeypatch.setattr(demo, "write_scenes", lambda *arguments: None)
     for seed in (0, 1):
         demo.run_demo(tmp_path, Silent(), seed)

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from pullback.backbones import load_any_backbone
 from pullback.experiments.camera_spn import CONSTANT
 from pullback.experiments.scene_taxonomy import COLUMNS, _stated
 from pullback.runs.provenance import weights_hash
-from pullback.vggt.backbone import load_scene_backbone
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -178,6 +178,6 @@ def test_the_page_shows_the_measured_table(page, table):
 
 def test_results_belong_to_the_shipped_weights():
     """Measure again where the weights have changed."""
-    own = weights_hash(load_scene_backbone("tiny-views", device="cpu").model)
+    own = weights_hash(load_any_backbone("tiny-views", device="cpu").model)
     assert {row["weights"] for row in lines("scene_taxonomy_tiny_views_cuda.jsonl")} == {own}
     assert document("camera_spn_tiny_views_cuda.json")["settings"]["weights"] == own

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 import pullback as pb
 from helpers.vggt_models import tiny
+from pullback.backbones import load_any_backbone
 from pullback.errors import PullbackError
 from pullback.experiments import scene_taxonomy as module
 from pullback.experiments.scene_taxonomy import (
@@ -25,7 +26,6 @@ from pullback.experiments.scene_taxonomy import (
 )
 from pullback.operators import JacobianOperator
 from pullback.scenes.splits import HELD_OUT
-from pullback.vggt.backbone import load_scene_backbone
 
 SIZE, VIEWS = 28, 2
 CPU = torch.device("cpu")
@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def backbone():
-    return load_scene_backbone(tiny().requires_grad_(False))
+    return load_any_backbone(tiny().requires_grad_(False))
 
 
 @pytest.fixture(scope="module")

@@ -225,7 +225,9 @@ def test_wrong_arguments_are_named():
     tokens, here = stage(probe, images_for("dinov2", GRID))
     with pytest.raises(PullbackError, match="method: expected one of auto, krylov, paper, exact, got 'svd'"):
         exact_importance(probe, method="svd")
-    with pytest.raises(PullbackError, match=r"probe: expected a ProbeMap .*, got MultiLayerProbe"):
+    with pytest.raises(
+        PullbackError, match=r"probe: expected a ProbeMap at a layer .* depth layers \[0, 1, 3, 4\] after the norm"
+    ):
         exact_modes(pb.multi_layer_probe(model_of("depth-v2")))
     with pytest.raises(ShapeError, match=r"tokens: expected \[B, N, 24\] .* got \[2, 7, 12\]"):
         exact_importance(probe, RANK)(tokens[..., :12], here)

@@ -9,9 +9,12 @@ import zlib
 from collections.abc import Mapping
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pullback import VGGT, VGGTConfig
+from pullback.vggt.decoders import point_pixels
+from pullback.vggt.network import VGGTOutput
 
 TINY = dict(
     img_size=56,
@@ -26,6 +29,23 @@ TINY = dict(
     dpt_out_channels=(8, 8, 16, 16),
     hook_layers=(0, 1, 2, 3),
 )
+
+
+def _points(output: VGGTOutput, count: int) -> Tensor:
+    found = output.world_points
+    return found.flatten(1, 3)[:, point_pixels(count, *found.shape[1:4])]
+
+
+REFERENCES = {
+    "camera": lambda output: output.pose_enc,
+    "camera-1": lambda output: output.pose_enc[:, 1],
+    "points": lambda output: _points(output, 64),
+    "points-5": lambda output: _points(output, 5),
+    "depth": lambda output: output.depth[..., 0],
+    "depth-2x3": lambda output: F.adaptive_avg_pool2d(output.depth[..., 0], (2, 3)),
+    "depth-3x4": lambda output: F.adaptive_avg_pool2d(output.depth[..., 0], (3, 4)),
+}
+"""For each decoder, its output from what the network's own forward returns."""
 
 
 def tiny(dtype: torch.dtype = torch.float64, **changes) -> VGGT:

@@ -182,7 +182,7 @@ def test_a_checkpoint_of_another_run_is_refused(photos, others, tmp_path, change
     with pytest.raises(
         PullbackError, match=rf"out: .*checkpoint.pt holds a training run with other settings \({named}\)"
     ):
-        trained(photos, others, replace(small_probe(), layer=layer), out=tmp_path, **options)
+        trained(photos, others, replace(small_probe(), at=layer), out=tmp_path, **options)
 
 
 @pytest.mark.parametrize("sizes", [{"heads": 3}, {"heads": 0}, {"width": 0}])

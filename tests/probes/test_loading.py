@@ -9,6 +9,7 @@ from torch import nn
 
 import pullback as pb
 from helpers.families import images_for, model_of, random_normal
+from helpers.vggt_models import tiny
 from pullback.backbones import Preprocessing
 from pullback.data.images import IMAGENET_MEAN as MEAN
 from pullback.data.images import IMAGENET_STD as STD
@@ -22,6 +23,13 @@ from pullback.scenes.render import render
 def test_the_last_layer_but_one_is_probed_by_default():
     assert pb.load_probe(model_of("dinov2")).layer == 1
     assert pb.load_probe(model_of("depth-v2"), "depth").layer == 3
+
+
+def test_a_model_has_a_decoder_by_default():
+    assert (
+        pb.load_probe(model_of("dinov2")).decoder.name == pb.load_probe(model_of("dinov2"), None).decoder.name == "cls"
+    )
+    assert pb.load_probe(tiny()).decoder.name == "camera"
 
 
 def test_a_probe_is_named_after_its_parts():

@@ -9,7 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import pullback as pb
 from helpers.families import GRIDS, SMALL_MODELS, images_for, model_of
 from pullback.backbones import load_backbone
-from pullback.backbones.outputs import ASSEMBLE
+from pullback.backbones.families import ASSEMBLE
 from pullback.errors import ModelError, PullbackError
 from pullback.learning.head import ImportanceHead
 from pullback.models.dinov2 import Dinov2, Dinov2Config

@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import pullback as pb
 from helpers.families import SMALL_MODELS, images_for, model_of
-from pullback.backbones.outputs import ASSEMBLE
+from pullback.backbones.families import ASSEMBLE
 from pullback.errors import ImageError, ModelError, PullbackError, ShapeError
 from pullback.models.dinov2 import Dinov2, Dinov2Config
 

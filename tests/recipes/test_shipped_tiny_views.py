@@ -11,9 +11,6 @@ from pullback.experiments.scene_taxonomy import numerical_ranks
 from pullback.models.embedded import EMBEDDED
 from pullback.scenes.render import render
 from pullback.scenes.splits import HELD_OUT
-from pullback.vggt.backbone import load_scene_backbone
-from pullback.vggt.decoders import build_scene_decoder
-from pullback.vggt.probes import SceneProbe
 from recipes.evaluate_tiny_views import MEAN, NETWORK, evaluate, missed, table
 from recipes.measurement import weights_sha256
 
@@ -55,10 +52,10 @@ def test_it_predicts_scenes_that_it_never_saw_much_better_than_a_guess(model):
 
 
 def test_a_camera_has_at_most_nine_directions_a_view():
-    backbone = load_scene_backbone("tiny-views", device="cpu", dtype=torch.float64)
     scenes = render([HELD_OUT], size=56, views=3).rgb.double()
     for decoder, bound in (("camera-2", 9), ("camera", 27)):
-        (found,), _ = numerical_ranks(SceneProbe(backbone, build_scene_decoder(decoder, backbone), 4), scenes)
+        probe = pb.load_probe("tiny-views", decoder, 4, device="cpu", dtype=torch.float64)
+        (found,), _ = numerical_ranks(probe, scenes)
         assert bound - 3 <= found <= bound
 
 

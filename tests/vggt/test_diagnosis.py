@@ -16,10 +16,10 @@ from typer.testing import CliRunner
 import pullback as pb
 from helpers.vggt_models import tiny
 from pullback.cli import app
-from pullback.cli import scene_diagnosis as module
 from pullback.data.images import SkippedImage
 from pullback.errors import ImageError, NumericsError
-from pullback.vggt.views import find_scenes, read_scenes
+from pullback.geometry import folder as module
+from pullback.vggt.views import find_scenes, read_scenes, scenes_that_fit
 
 ROOT = Path(__file__).resolve().parents[2]
 PNG = b"\x89PNG\r\n"
@@ -160,7 +160,7 @@ def test_points_distance_method_and_limit_are_passed_on(place, tmp_path):
 def test_a_file_of_weights_is_a_model_too(place, tmp_path, monkeypatch):
     """Weights alone are taken for the published size, so only what is loaded is looked at."""
     asked = []
-    monkeypatch.setattr(module, "load_scene_backbone", lambda name, device: asked.append(name) or 1 / 0)
+    monkeypatch.setattr("pullback.vggt.checkpoint.load_vggt", lambda name, *_: asked.append(name) or 1 / 0)
     for name in ("model.safetensors", "facebook/VGGT-1B"):
         result = pullback("diagnose", name, "--images", place / "scenes", "--out", tmp_path)
         assert isinstance(result.exception, ZeroDivisionError)
@@ -171,15 +171,18 @@ def test_a_file_of_weights_is_a_model_too(place, tmp_path, monkeypatch):
     ("options", "message"),
     [
         ({"--size": "28x42"}, "size: expected the width of the views, such as 518"),
-        ({"--size": "28x42"}, "got 28x42. Use --size 42."),
-        ({"--size": "30"}, "size=30: expected a width of whole patches of 14 pixels"),
+        ({"--size": "28x42"}, "got 28x42. Use 42."),
+        ({"--size": "30"}, "size=30: expected a width of whole patches, a multiple of patch_size=14"),
         ({"--size": "0"}, "size=0: expected a width of whole patches"),
-        ({"--precision": "bf16"}, "precision: expected float32 or tf32 for a VGGT"),
-        ({"--decoder": "cls"}, "decoder: expected one of camera, camera-0"),
+        (
+            {"--precision": "bf16"},
+            "precision: expected float32 or tf32 for {place}/model camera L02, whose products have no bf16",
+        ),
+        ({"--decoder": "cls"}, "decoder: expected one of camera, camera-V"),
         ({"--decoder": "camera-2"}, "decoder: 'camera-2' needs at least 3 views, got scenes of 2."),
         ({"--decoder": "camera-2"}, "This is about the scene {place}/scenes/kitchen."),
         ({"--layer": "4"}, "layer: expected a layer of the aggregator from 0 to 3"),
-        ({"--layer": "4"}, "got 4. The heads' own input is --layer hooks."),
+        ({"--layer": "4"}, "got 4. The heads' own input is multi_layer_probe(...), on the command line --layer hooks."),
         ({"--distance": "manhattan"}, "distance: expected one of cosine"),
         ({"--images": "{place}/scenes/hall"}, "expected at least one readable scene, but none of the 1 could be used"),
         ({"--images": "{place}/missing"}, "no such file or folder"),
@@ -214,15 +217,15 @@ def test_a_failing_layer_loses_nothing_before_it(place, tmp_path, monkeypatch):
 
 
 def test_many_views_are_drawn_in_rows_and_scenes_only_as_a_whole():
-    assert module._scenes_that_fit([3, 20, 2]) == 2
-    assert module._scenes_that_fit([30, 2]) == 1
-    assert module._scenes_that_fit([8, 8, 8]) == 3
+    assert scenes_that_fit([3, 20, 2]) == 2
+    assert scenes_that_fit([30, 2]) == 1
+    assert scenes_that_fit([8, 8, 8]) == 3
 
 
 def test_ls_names_vggt_and_its_decoders():
     result = pullback("ls")
     assert result.exit_code == 0
-    for words in ("facebook/VGGT-1B", "camera-0", "points", "depth-8x8", "scenes of several views"):
+    for words in ("facebook/VGGT-1B", "camera-V", "points-K", "depth-GxG", "scenes of several views"):
         assert words in result.output
 
 
@@ -281,7 +284,7 @@ def test_a_limit_counts_readable_scenes(place):
     found = read_scenes(place / "scenes", size=28, limit=2)
     assert [scene.folder.name for scene in found.scenes] == ["garden", "kitchen"]
     assert [type(scene) for scene in found.skipped] == [SkippedImage]
-    with pytest.raises(ImageError, match="size=7: expected a width of whole patches of 14"):
+    with pytest.raises(ImageError, match="size=7: expected a width of whole patches, a multiple of patch_size=14"):
         read_scenes(place / "scenes", size=7)
 
 

@@ -1,29 +1,22 @@
-"""Probes of VGGT: decoding their features is the network's own forward, and their products are true derivatives."""
+"""Probes of VGGT: what of a tap follows, whose derivative the cameras have, and what does not fit.
+
+That decoding their features is the network's own forward, and that products are derivatives, is in
+tests/probes/test_law.py.
+"""
 
 from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import pullback as pb
-from helpers.vggt_models import scenes, tiny
+from helpers.vggt_models import REFERENCES, scenes, tiny
 from pullback.decoders import Decoder
 from pullback.errors import DecoderError, ImageError, ModelError, ShapeError
 from pullback.operators import JacobianOperator
 from pullback.vggt.decoders import point_pixels
-from pullback.vggt.probes import SceneInputProbe, SceneProbe, scene_input_probe, scene_probe
 
 HEIGHT, WIDTH, VIEWS = 28, 42, 2
-REFERENCES = {
-    "camera": lambda output: output.pose_enc,
-    "camera-1": lambda output: output.pose_enc[:, 1],
-    "points": lambda output: output.world_points.flatten(1, 3)[:, point_pixels(64, VIEWS, HEIGHT, WIDTH)],
-    "points-5": lambda output: output.world_points.flatten(1, 3)[:, point_pixels(5, VIEWS, HEIGHT, WIDTH)],
-    "depth": lambda output: output.depth[..., 0],
-    "depth-2x3": lambda output: F.adaptive_avg_pool2d(output.depth[..., 0], (2, 3)),
-}
-DECODERS = list(REFERENCES)
 # the network's own hooks are (0, 1, 2, 3); here layer 1 is none of them, and layers repeat
 SPARSE = dict(depth=4, hook_layers=(0, 2, 2, 3))
 
@@ -49,25 +42,6 @@ def close(got, expected, tolerance=1e-9):
 
 def noise(*shape, seed=0):
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
-@pytest.mark.parametrize("network", ["model", "sparse"])
-@pytest.mark.parametrize("decoder", DECODERS)
-def test_decoding_the_features_of_any_layer_is_the_networks_own_forward(request, network, decoder, images):
-    model = request.getfixturevalue(network)
-    expected = REFERENCES[decoder](model(images))
-    assert expected.std() > 1e-3, "a constant reference would prove nothing"
-    for layer in range(model.config.depth):
-        probe = pb.load_probe(model, decoder, layer)
-        features = probe.features(images)
-        assert isinstance(probe, SceneProbe) and features.shape == (2, VIEWS * 9, 32)
-        close(probe(features), expected)
-        close(probe(features[1:]), expected[1:])
-    probe = pb.multi_layer_probe(model, decoder)
-    features = probe.features(images)
-    assert isinstance(probe, SceneInputProbe) and features.shape == (2, VIEWS * 9, 64 * len(probe.layers))
-    close(probe(features), expected)
-    close(probe(features[1:]), expected[1:])
 
 
 def construction(model, images, layer, decoder):
@@ -145,7 +119,7 @@ def test_the_refinement_of_the_camera_has_the_derivative_that_was_chosen(model, 
     products = [JacobianOperator(probe, features) @ v for probe in (exact, official)]
     close(products[1], JacobianOperator(published, state.tokens) @ v)
     assert (products[0] - products[1]).norm() > 0.1 * products[0].norm()
-    at_the_head = scene_input_probe(model, "camera", pose_derivative="official")
+    at_the_head = pb.multi_layer_probe(model, "camera", pose_derivative="official")
     assert at_the_head.name == "VGGT camera (official derivative) taps [3]"
 
 
@@ -175,7 +149,7 @@ def test_a_metric_of_the_output_stands_in_front_of_the_jacobian(model, images):
     features = plain.features(images)
     jacobian = JacobianOperator(plain, features)
     factor = noise(18, 5, seed=3)
-    for probe in (plain, scene_input_probe(model, "camera")):
+    for probe in (plain, pb.multi_layer_probe(model, "camera")):
         at = probe.features(images)
         dense = JacobianOperator(probe, at).dense()
         weighted = JacobianOperator(replace(probe, output_metric=factor), at)
@@ -204,11 +178,10 @@ def test_the_same_probe_from_a_folder_a_file_and_the_module(model, images, tmp_p
     expected = pb.load_probe(model, "camera", 1)
     for where in (folder, str(folder), folder / "model.safetensors"):
         probe = pb.load_probe(where, "camera", 1, device="cpu", dtype=torch.float64)
-        assert isinstance(probe, SceneProbe) and probe.backbone.family == "vggt"
+        assert isinstance(probe, pb.ProbeMap) and probe.backbone.family == "vggt"
         close(probe(probe.features(images)), expected(expected.features(images)))
-    assert isinstance(pb.multi_layer_probe(folder, device="cpu"), SceneInputProbe)
-    assert pb.load_probe(model, "camera").layer == 2, "the last but one"
-    assert scene_probe(model).name == "VGGT camera L02"
+    assert pb.multi_layer_probe(folder, device="cpu").at == "inputs"
+    assert pb.load_probe(model).name == "VGGT camera L02", "cameras by default, at the last but one"
 
 
 def test_views_are_loaded_as_the_network_wants_them(model, tmp_path):
@@ -235,7 +208,7 @@ def test_no_tensor_inside_a_product_outgrows_the_kernels(model, images, monkeypa
     features = probe.features(images)
     whole = JacobianOperator(probe, features)
     largest = 2 * 2 * 6 * 16 * 14**2 // 2  # scenes, views, patches, channels, pixels of a patch (half the channels)
-    monkeypatch.setattr("pullback.vggt.probes.MAX_ELEMENTS", 2 * largest)
+    monkeypatch.setattr("pullback.vggt.backbone.MAX_ELEMENTS", 2 * largest)
     limited = JacobianOperator(probe, features)
     assert limited.linearization._most == 2
     v, w = noise(2, whole.cols, 5), noise(2, whole.rows, 5)
@@ -246,7 +219,7 @@ def test_no_tensor_inside_a_product_outgrows_the_kernels(model, images, monkeypa
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(decoder="cls"), r"decoder: expected one of camera, .* for VGGT, got 'cls'"),
+        (dict(decoder="cls"), r"decoder: expected one of camera, .* or a Decoder of the taps, for VGGT, got 'cls'"),
         (dict(decoder="depth-0x3"), "decoder: expected one of"),
         (dict(decoder="points-0"), "decoder: expected one of"),
         (dict(decoder="camera", pose_derivative="detached"), "pose_derivative: expected 'exact' .* got 'detached'"),
@@ -264,10 +237,9 @@ def test_what_does_not_fit_is_refused_with_the_reason(model, images):
         pb.load_probe(tiny(heads=("camera",)), "points", 1)
     with pytest.raises(ModelError, match="model: expected evaluation mode"):
         pb.load_probe(tiny().train(), "camera", 1)
-    with pytest.raises(ModelError, match=r"expected a VGGT .*, got Linear"):
-        scene_probe(torch.nn.Linear(2, 2))
-    with pytest.raises(DecoderError, match="pose_derivative: only the cameras of a VGGT have a choice"):
-        pb.load_probe("tiny-scenes", "cls", pose_derivative="official", device="cpu")
+    for other, decoder in (("tiny-scenes", "cls"), (model, "depth"), (model, pb.load_probe(model).decoder)):
+        with pytest.raises(DecoderError, match="pose_derivative: only the cameras of a VGGT have a choice"):
+            pb.load_probe(other, decoder, pose_derivative="official", device="cpu")
     probe = pb.load_probe(model, "camera", 1)
     with pytest.raises(pb.PullbackError, match=r"whose samples are scenes of several views\. Take targets_of"):
         pb.compute_targets(probe, [__file__], out="targets")
@@ -287,13 +259,12 @@ def test_what_does_not_fit_is_refused_with_the_reason(model, images):
 def test_a_probe_of_the_taps_takes_what_a_probe_of_a_layer_does(model, images):
     metric = pb.CameraMetric()
     probe = pb.multi_layer_probe(model, "camera", output_metric=metric, pose_derivative="official")
-    assert probe == scene_input_probe(model, probe.decoder, output_metric=metric)
+    assert probe == pb.multi_layer_probe(model, probe.decoder, output_metric=metric)
     assert probe.decoder.name == "camera (official derivative)"
     assert JacobianOperator(probe, probe.features(images)).rows == 8 * VIEWS
     for options, message in (
         (dict(pose_derivative="official"), "pose_derivative: only the cameras of a VGGT have a choice"),
-        (dict(output_metric=metric), r"output_metric: .* only those of a VGGT take one, .* got CameraMetric\("),
-        (dict(output_metric=torch.eye(2)), r"expected None, got Tensor\. load_probe takes one for any model"),
+        (dict(output_metric=metric), "output_metric: CameraMetric is about pose encodings, .* got decoder 'depth'"),
     ):
         with pytest.raises(DecoderError, match=message):
             pb.multi_layer_probe("tiny-scenes", "depth", device="cpu", **options)

@@ -285,6 +285,6 @@ def test_a_stage_compares_the_tokens_of_some_views_at_a_time(model, images, monk
 
 
 def test_a_vggt_is_sent_on_by_the_pruning_of_images_and_restored_like_other_models(model):
-    with pytest.raises(ModelError, match=r"transformers vision model, got VGGT.*use load_probe or prune_views"):
+    with pytest.raises(ModelError, match=r"a vggt takes scenes of several views, .* use load_probe, or prune_views"):
         pb.prune(model, "norm", ratio=0.5, stages=[1])
     assert pb.restore(pb.prune_views(model, "norm", ratio=0.5, stages=[1])) is model

@@ -1,20 +1,38 @@
-"""ViT families behind one contract."""
+"""Frozen networks behind one contract: ViT families as blocks that can be run, linearised and pruned."""
 
-from pullback.backbones.backbone import Backbone, Preprocessing
-from pullback.backbones.block import Block, Norm, Rope
+from pullback.backbones.backbone import AnyBackbone, Backbone, Preprocessing, State
+from pullback.backbones.block import Block, Norm, Rope, TokenMap, unchanged
 from pullback.backbones.linearized import LinearizedBlock, LinearizedNorm
-from pullback.backbones.loading import check_evaluation_mode, list_models, load_backbone, resolve_device
+from pullback.backbones.loading import (
+    check_evaluation_mode,
+    entry_of,
+    load_any_backbone,
+    load_backbone,
+    resolve_device,
+)
+from pullback.backbones.samples import Group, Samples, image_samples, thumbnails
+from pullback.registry import list_models
 
 __all__ = [
+    "AnyBackbone",
     "Backbone",
     "Block",
+    "Group",
     "LinearizedBlock",
     "LinearizedNorm",
     "Norm",
     "Preprocessing",
     "Rope",
+    "Samples",
+    "State",
+    "TokenMap",
     "check_evaluation_mode",
+    "entry_of",
+    "image_samples",
     "list_models",
+    "load_any_backbone",
     "load_backbone",
     "resolve_device",
+    "thumbnails",
+    "unchanged",
 ]

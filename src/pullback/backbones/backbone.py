@@ -1,16 +1,30 @@
-"""The one contract behind which every ViT family stands."""
+"""What the package needs of a frozen network, and the vision transformer that meets it.
+
+`AnyBackbone` is the contract: probes, decoders and diagnoses use nothing else of a network. `Backbone` is a ViT of any
+family, taken apart into blocks as data (`families.py`); VGGT is the other network that meets the contract
+(`pullback.vggt.backbone`).
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from pullback.backbones.block import Block, Norm, Rope
+from pullback.backbones.block import Block, Norm, Rope, TokenMap
+from pullback.backbones.samples import Samples, image_samples
+from pullback.data.images import ImageBatch, ImageSource, PixelFormat, read_images
 from pullback.errors import ImageError, ModelError, ShapeError
+from pullback.operators import FunctionLinearization, Linearization
 from pullback.tokens import TokenLayout
+
+Size = int | tuple[int, int] | None
+"""Pixels: the side of a square, (height, width), or None for the network's own."""
 
 
 @dataclass(frozen=True)
@@ -23,35 +37,179 @@ class Preprocessing:
     interpolation: str = "bicubic"
 
 
-@dataclass(frozen=True)
-class Backbone:
-    """A frozen ViT: embed the images, run any range of blocks on any tokens, apply the final norm.
+class State(NamedTuple):
+    """What a layer leaves behind."""
 
-    Layer l is the 0-based index of a block and F^l the output of block l. ``model`` is the transformers module whose
-    parameters the blocks refer to. ``hook_layers`` are those that the model's own dense decoder reads, if it has one.
+    tokens: Tensor  # F^l [B, N, D]: what a probe perturbs, and what enters the next layer
+    beside: Tensor | None = None  # [B, N, E]: what decoders read of the layer in front of F^l; None for ViTs
+
+    def tap(self) -> Tensor:
+        """What decoders read of the layer: [B, N, E + D]."""
+        return self.tokens if self.beside is None else torch.cat([self.beside, self.tokens], -1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnyBackbone(ABC):
+    """A frozen network of ``depth`` layers, as probes see it.
+
+    Layer l is the 0-based index of a block, and F^l [B, N, ``dim``] are the tokens after it. ``norm`` stands between
+    the layers and decoders that ask for it (`Decoder.normed`). ``model`` is the module that holds the parameters.
+    ``hook_layers`` are the layers that the model's own dense decoder reads, if it has one.
+
+    ``blocks`` are the layers as data, of which products with the Jacobian are written by hand (`linearized.py`). A
+    network whose layers are no such blocks leaves them out; its products come from `torch.func`.
     """
+
+    views: ClassVar[bool] = False  # a sample is several views of a scene, [S, 3, H, W], not one image
+    unit: ClassVar[str] = "images"  # what samples are called
+    default_decoder: ClassVar[str] = "cls"
 
     name: str
     family: str
     model: nn.Module
-    blocks: tuple[Block, ...]
-    norm: Norm
+    norm: TokenMap
     prefix: int
     patch_size: int
     preprocessing: Preprocessing
+    blocks: tuple[Block, ...] = ()
+    hook_layers: tuple[int, ...] = ()
+
+    # What a network must say
+
+    @property
+    @abstractmethod
+    def depth(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def dim(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device: ...
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype: ...
+
+    @abstractmethod
+    def token_layout(self, images: Tensor) -> TokenLayout:
+        """Where the tokens of these images sit; images that do not fit are refused."""
+
+    @abstractmethod
+    def embed(self, images: Tensor) -> Tensor:
+        """Images -> the tokens that enter layer 0, [B, N, D]."""
+
+    @abstractmethod
+    def tables(self, layout: TokenLayout, like: Tensor) -> Any:
+        """What `step` needs to know of a layout, such as rotary tables; made once, in the dtype of ``like``."""
+
+    @abstractmethod
+    def step(self, layer: int, tokens: Tensor, layout: TokenLayout, tables: Any, rows: int | None = None) -> State:
+        """F^{layer-1} [B, N, D] through layer ``layer``; of ViTs the first ``rows`` tokens alone, if given."""
+
+    @abstractmethod
+    def check_size(self, size: Size) -> None:
+        """Refuse a size in pixels that the network cannot see."""
+
+    @abstractmethod
+    def read(self, path: ImageSource, size: Size = None, limit: int | None = None) -> Samples:
+        """Samples from files, ready for the network."""
+
+    # What follows from it
+
+    @property
+    def default_layer(self) -> int:
+        """The last but one: the last whose features still pass through attention."""
+        return max(0, self.depth - 2)
+
+    @property
+    def tap_dim(self) -> int:
+        """The width of what decoders read of a layer."""
+        return self.dim
+
+    def batch(self, images: Tensor) -> Tensor:
+        """The images with an axis of samples in front."""
+        return images
+
+    def states(self, images: Tensor, layers: Sequence[int]) -> dict[int, State]:
+        """What several layers leave behind, in one pass."""
+        for layer in layers:
+            self.check_layer(layer)
+        layout, tokens = self.token_layout(images), self.embed(images)
+        tables, kept = self.tables(layout, tokens), {}
+        for layer in range(max(layers, default=-1) + 1):
+            state = self.step(layer, tokens, layout, tables)
+            tokens = state.tokens
+            if layer in layers:
+                kept[layer] = state
+        return kept
+
+    def features(self, images: Tensor, layers: Sequence[int]) -> dict[int, Tensor]:
+        """F^l of images for several layers, in one pass."""
+        return {layer: state.tokens for layer, state in self.states(images, layers).items()}
+
+    def check_layer(self, layer: int) -> None:
+        """Refuse what is not the index of a layer."""
+        if isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer < self.depth:
+            raise ModelError(
+                f"layer: expected a block index from 0 to {self.depth - 1} ({self.name} has {self.depth} blocks; "
+                f"layer l is the output of block l), got {layer!r}."
+            )
+
+    def gathered(self, positions: Tensor) -> AnyBackbone:
+        """This backbone for the tokens at ``positions`` [B, n] of the full sequence alone."""
+        raise ModelError(f"model: {self.name} runs on all of its tokens only.")
+
+    def arithmetic(self) -> AbstractContextManager[Any]:
+        """The context in which probe maps and their products compute."""
+        return nullcontext()
+
+    def linearize(
+        self, function: Callable[[Tensor], Tensor], point: Tensor, layout: TokenLayout, reads: int
+    ) -> Linearization:
+        """A probe map [B, N, D] -> [B, ...] at a point, by `torch.func`; its decoder reads ``reads`` layers."""
+        return FunctionLinearization(function, point)
+
+    def pixel_format(self, size: Size = None) -> PixelFormat:
+        """What collections of single images are asked for, at the network's own size or another."""
+        wanted = self.preprocessing
+        return PixelFormat.of(wanted.size if size is None else size, wanted.mean, wanted.std, wanted.interpolation)
+
+    def read_images(self, path: ImageSource, size: Size = None, limit: int | None = None) -> ImageBatch:
+        """Single images in that format, and which files were skipped."""
+        wanted = self.pixel_format(size)
+        return read_images(
+            path, wanted.size, mean=wanted.mean, std=wanted.std, limit=limit, interpolation=wanted.interpolation
+        )
+
+    def load_views(self, path: ImageSource, size: int | None = None) -> Tensor:
+        """The views of one scene, for networks that take several: [1, S, 3, H, W]."""
+        raise ModelError(
+            f"model: {self.name} takes single images, and load_views is for models of several views such as VGGT. Use "
+            "load_images."
+        )
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return self.model.parameters()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backbone(AnyBackbone):
+    """A frozen ViT: embed the images, run any range of blocks on any tokens, apply the final norm.
+
+    ``model`` is the transformers module (or our own) whose parameters the blocks refer to. ``hooks_normed``: its dense
+    decoder reads the hook layers after the final norm.
+    """
+
+    norm: Norm
     embed_pixels: Callable[[Tensor], Tensor] = field(repr=False)
     rope_tables: Callable[[TokenLayout], Rope] | None = field(default=None, repr=False)
-    hook_layers: tuple[int, ...] = ()
     hooks_normed: bool = True
 
     @property
     def depth(self) -> int:
         return len(self.blocks)
-
-    @property
-    def default_layer(self) -> int:
-        """The last but one block: the last whose features still pass through attention."""
-        return max(0, self.depth - 2)
 
     @property
     def dim(self) -> int:
@@ -84,7 +242,16 @@ class Backbone:
         return self.embed_pixels(images.to(device=self.device, dtype=self.dtype))
 
     def rope(self, layout: TokenLayout) -> Rope | None:
+        """The rotary tables of a layout, None for families without."""
         return None if self.rope_tables is None else self.rope_tables(layout)
+
+    def tables(self, layout: TokenLayout, like: Tensor) -> Rope | None:
+        return self.rope(layout)
+
+    def step(
+        self, layer: int, tokens: Tensor, layout: TokenLayout, tables: Rope | None, rows: int | None = None
+    ) -> State:
+        return State(self.blocks[layer](tokens, tables, rows))
 
     def run(
         self,
@@ -114,23 +281,18 @@ class Backbone:
         rope = self.rope_tables(layout or TokenLayout.square(tokens.shape[1], self.prefix))
         return rope if positions is None else rope.gather(positions)
 
-    def features(self, images: Tensor, layers: Sequence[int]) -> dict[int, Tensor]:
-        """F^l of images for several layers in one pass."""
-        for layer in layers:
-            self.check_layer(layer)
-        layout, tokens, kept = self.token_layout(images), self.embed(images), {}
-        start = 0
-        for layer in sorted(set(layers)):
-            tokens = self.run(tokens, start, layer + 1, layout=layout)
-            kept[layer], start = tokens, layer + 1
-        return kept
+    def gathered(self, positions: Tensor) -> Backbone:
+        tables = self.rope_tables
+        if tables is None:
+            return self
+        return replace(self, rope_tables=lambda layout: tables(layout).gather(positions))
 
-    def check_layer(self, layer: int) -> None:
-        if isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer < self.depth:
-            raise ModelError(
-                f"layer: expected a block index from 0 to {self.depth - 1} ({self.name} has {self.depth} blocks; "
-                f"layer l is the output of block l), got {layer!r}."
-            )
+    def check_size(self, size: Size) -> None:
+        size = self.preprocessing.size if size is None else size
+        height, width = (size, size) if isinstance(size, int) else size
+        if min(height, width) > 0:  # the reader of images explains other sizes
+            self.token_layout(torch.empty(0, 3, height, width))
 
-    def parameters(self) -> Iterator[nn.Parameter]:
-        return self.model.parameters()
+    def read(self, path: ImageSource, size: Size = None, limit: int | None = None) -> Samples:
+        batch = self.read_images(path, size, limit)
+        return image_samples(batch, self.pixel_format(size), self.token_layout(batch.pixels))

@@ -1,12 +1,16 @@
-"""One adapter per family: take a transformers model apart into a `Backbone`.
+"""Each ViT family in two directions: from a model to a `Backbone`, and from a pruned run to the model's own output.
 
-transformers renames submodules between releases (`attention.attention.query` became `attention.q_proj`), so parts are
-found by the first name that exists. What an adapter returns is checked against the model's own forward in the tests.
+An adapter takes a transformers model (or one of ours) apart. transformers renames submodules between releases
+(`attention.attention.query` became `attention.q_proj`), so parts are found by the first name that exists. What an
+adapter returns is checked against the model's own forward in the tests.
+
+An assembler makes what the model itself would have returned from the tokens that a pruned run hands over. A family
+without one cannot be pruned in place (`prune` says so), though `run_pruned` runs it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -16,11 +20,127 @@ from torch import Tensor, nn
 from pullback.backbones.backbone import Backbone, Preprocessing
 from pullback.backbones.block import Affine, Block, Mlp, Norm, Rope
 from pullback.errors import ModelError
+from pullback.registry import BACKBONES
 from pullback.tokens import TokenLayout
 
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 HALF = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 OPENAI = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
+
+
+def dinov2(model: Any, name: str, family: str = "dinov2", **hooks: Any) -> Backbone:
+    registers = getattr(model.config, "num_register_tokens", 0) or 0
+    return _backbone(
+        name,
+        family,
+        hooks.pop("owner", model),
+        model,
+        part(model, "encoder.layer", "encoder.layers", "layers"),
+        part(model, "layernorm"),
+        prefix=1 + registers,
+        preprocessing=Preprocessing(*IMAGENET, size=224),
+        embed_pixels=part(model, "embeddings"),
+        **hooks,
+    )
+
+
+def dinov2_registers(model: Any, name: str) -> Backbone:
+    return dinov2(model, name, "dinov2-registers")
+
+
+def dinov3(model: Any, name: str) -> Backbone:
+    prefix = 1 + model.config.num_register_tokens
+    rope = part(model, "rope_embeddings")
+
+    def tables(layout: TokenLayout) -> Rope:
+        size = [side * model.config.patch_size for side in layout.grid]
+        reference = model.norm.weight
+        cos, sin = rope(torch.empty(1, 1, *size, dtype=reference.dtype, device=reference.device))
+        ones = torch.ones(prefix, cos.shape[-1], dtype=cos.dtype, device=cos.device)
+        return Rope(torch.cat([ones, cos])[None, None], torch.cat([0 * ones, sin])[None, None])
+
+    return _backbone(
+        name,
+        "dinov3",
+        model,
+        model,
+        part(model, "model.layer", "layer", "encoder.layer"),
+        part(model, "norm"),
+        prefix=prefix,
+        preprocessing=Preprocessing(*IMAGENET, size=224),
+        embed_pixels=part(model, "embeddings"),
+        rope_tables=tables,
+    )
+
+
+def clip(model: Any, name: str) -> Backbone:
+    tower = optional_part(model, "vision_model") or model
+    return _backbone(
+        name,
+        "clip",
+        model,
+        tower,
+        part(tower, "encoder.layers"),
+        part(tower, "post_layernorm"),
+        prefix=1,
+        preprocessing=Preprocessing(*OPENAI, size=tower.config.image_size),
+        embed_pixels=partial(_interpolating, part(tower, "embeddings"), part(tower, "pre_layrnorm")),
+    )
+
+
+def siglip(model: Any, name: str) -> Backbone:
+    tower = optional_part(model, "vision_model") or model
+    return _backbone(
+        name,
+        "siglip",
+        model,
+        tower,
+        part(tower, "encoder.layers"),
+        part(tower, "post_layernorm"),
+        prefix=0,
+        preprocessing=Preprocessing(*HALF, size=tower.config.image_size),
+        embed_pixels=partial(_interpolating, part(tower, "embeddings"), None),
+    )
+
+
+def vit(model: Any, name: str, family: str = "vit", prefix: int = 1) -> Backbone:
+    normalisation = HALF if family == "vit" else IMAGENET
+    return _backbone(
+        name,
+        family,
+        model,
+        model,
+        part(model, "layers", "encoder.layer", "encoder.layers"),
+        part(model, "layernorm"),
+        prefix=prefix,
+        preprocessing=Preprocessing(*normalisation, size=model.config.image_size),
+        embed_pixels=partial(_interpolating, part(model, "embeddings"), None),
+    )
+
+
+def deit(model: Any, name: str) -> Backbone:
+    return vit(model, name, "deit", prefix=2)
+
+
+def tiny_scenes(model: Any, name: str) -> Backbone:
+    """Our own ViT with a DPT head, after DINOv2's pattern."""
+    return dinov2(model.backbone, name, "tiny-scenes", owner=model, hook_layers=model.config.hooks)
+
+
+def depth_anything(model: Any, name: str) -> Backbone:
+    """DINOv2 with a DPT head. Hook i of transformers' backbone is the output of block i-1 (0 is the embedding)."""
+    config = model.backbone.config
+    hooks = tuple(sorted(index - 1 for index in config.out_indices))
+    if min(hooks) < 0:
+        raise ModelError(f"{name}: its DPT head reads the embedding (out_indices {config.out_indices}), not a block.")
+    return dinov2(
+        model.backbone,
+        name,
+        "depth-anything",
+        owner=model,
+        hook_layers=hooks,
+        hooks_normed=bool(config.apply_layernorm),
+    )
 
 
 def part(module: Any, *paths: str) -> Any:
@@ -106,113 +226,123 @@ def _backbone(name: str, family: str, model: Any, tower: Any, layers: Any, norm:
     )
 
 
-def dinov2(model: Any, name: str, family: str = "dinov2", **hooks: Any) -> Backbone:
-    registers = getattr(model.config, "num_register_tokens", 0) or 0
-    return _backbone(
-        name,
-        family,
-        hooks.pop("owner", model),
-        model,
-        part(model, "encoder.layer", "encoder.layers", "layers"),
-        part(model, "layernorm"),
-        prefix=1 + registers,
-        preprocessing=Preprocessing(*IMAGENET, size=224),
-        embed_pixels=part(model, "embeddings"),
-        **hooks,
-    )
-
-
-def dinov3(model: Any, name: str) -> Backbone:
-    prefix = 1 + model.config.num_register_tokens
-    rope = part(model, "rope_embeddings")
-
-    def tables(layout: TokenLayout) -> Rope:
-        size = [side * model.config.patch_size for side in layout.grid]
-        reference = model.norm.weight
-        cos, sin = rope(torch.empty(1, 1, *size, dtype=reference.dtype, device=reference.device))
-        ones = torch.ones(prefix, cos.shape[-1], dtype=cos.dtype, device=cos.device)
-        return Rope(torch.cat([ones, cos])[None, None], torch.cat([0 * ones, sin])[None, None])
-
-    return _backbone(
-        name,
-        "dinov3",
-        model,
-        model,
-        part(model, "model.layer", "layer", "encoder.layer"),
-        part(model, "norm"),
-        prefix=prefix,
-        preprocessing=Preprocessing(*IMAGENET, size=224),
-        embed_pixels=part(model, "embeddings"),
-        rope_tables=tables,
-    )
-
-
 def _interpolating(embeddings: Any, pre_norm: Callable[[Tensor], Tensor] | None, pixels: Tensor) -> Tensor:
     tokens = embeddings(pixels, interpolate_pos_encoding=True)
     return tokens if pre_norm is None else pre_norm(tokens)
 
 
-def clip(model: Any, name: str) -> Backbone:
-    tower = optional_part(model, "vision_model") or model
-    return _backbone(
-        name,
-        "clip",
-        model,
-        tower,
-        part(tower, "encoder.layers"),
-        part(tower, "post_layernorm"),
-        prefix=1,
-        preprocessing=Preprocessing(*OPENAI, size=tower.config.image_size),
-        embed_pixels=partial(_interpolating, part(tower, "embeddings"), part(tower, "pre_layrnorm")),
+# What a model returns, from the tokens that a pruned run leaves
+
+# (backbone, F^l by layer, before the final norm, layout) -> the model's own output
+Assemble = Callable[[Backbone, Mapping[int, Tensor], TokenLayout], Any]
+
+
+def _dinov2_output(backbone: Backbone, taps: Mapping[int, Tensor], layout: TokenLayout) -> Any:
+    model: Any = backbone.model
+    if hasattr(model, "finish"):  # our own network
+        return model.finish(taps[backbone.depth - 1])
+    hidden = backbone.norm(taps[backbone.depth - 1])
+    return _with_pooling(hidden, hidden[:, 0])
+
+
+def _vit_output(backbone: Backbone, taps: Mapping[int, Tensor], layout: TokenLayout) -> Any:
+    hidden = backbone.norm(taps[backbone.depth - 1])
+    pooler = getattr(backbone.model, "pooler", None)
+    return _with_pooling(hidden, None if pooler is None else pooler(hidden))
+
+
+def _clip_output(backbone: Backbone, taps: Mapping[int, Tensor], layout: TokenLayout) -> Any:
+    """CLIP normalises the class token alone; last_hidden_state is what left the last block."""
+    hidden = taps[backbone.depth - 1]
+    pooled = backbone.norm(hidden[:, 0])
+    project = getattr(backbone.model, "visual_projection", None)
+    if project is None:
+        return _with_pooling(hidden, pooled)
+    from transformers.models.clip.modeling_clip import CLIPVisionModelOutput
+
+    return CLIPVisionModelOutput(image_embeds=project(pooled), last_hidden_state=hidden)
+
+
+def _depth_anything_output(backbone: Backbone, taps: Mapping[int, Tensor], layout: TokenLayout) -> Any:
+    from transformers.modeling_outputs import DepthEstimatorOutput
+
+    model: Any = backbone.model
+    read = [backbone.norm(taps[layer]) if backbone.hooks_normed else taps[layer] for layer in backbone.hook_layers]
+    depth = model.head(model.neck(read, *layout.grid), *layout.grid)
+    return DepthEstimatorOutput(predicted_depth=depth)
+
+
+def _tiny_scenes_output(backbone: Backbone, taps: Mapping[int, Tensor], layout: TokenLayout) -> Any:
+    model: Any = backbone.model
+    return model.finish([taps[layer] for layer in backbone.hook_layers], taps[backbone.depth - 1], *layout.grid)
+
+
+ASSEMBLE: dict[str, Assemble] = {
+    "dinov2": _dinov2_output,
+    "dinov2-registers": _dinov2_output,
+    "dinov3": _dinov2_output,
+    "vit": _vit_output,
+    "deit": _vit_output,
+    "clip": _clip_output,
+    "depth-anything": _depth_anything_output,
+    "tiny-scenes": _tiny_scenes_output,
+}
+
+
+# The classes whose output the functions above make. Others of the same family (backbones of detectors, classifiers)
+# return something else from the same blocks.
+WHOLE = (
+    "Dinov2Model",
+    "Dinov2WithRegistersModel",
+    "DINOv3ViTModel",
+    "ViTModel",
+    "DeiTModel",
+    "CLIPVisionModel",
+    "CLIPVisionModelWithProjection",
+    "DepthAnythingForDepthEstimation",
+    "Dinov2",
+    "TinyScenes",
+)
+# Their own forward takes images of one size, unless it is asked to interpolate its positions.
+FIXED_SIZE = ("vit", "deit", "clip")
+
+
+def assembler(backbone: Backbone) -> Assemble:
+    if backbone.family not in ASSEMBLE:
+        raise ModelError(
+            f"model: {backbone.family} models cannot be pruned in place yet; known are {', '.join(ASSEMBLE)}."
+        )
+    return ASSEMBLE[backbone.family]
+
+
+def check_output_class(model: nn.Module) -> None:
+    """Refuse a class of a known family whose output is none of the above: a pruned copy would silently return another
+    one. Of other families their adapter, or `assembler`, says what is wrong."""
+    compiled: Any = getattr(model, "_orig_mod", model)  # torch.compile's wrapper returns what is inside
+    config: Any = getattr(model, "config", None)
+    if getattr(config, "model_type", None) not in _known_types() or _is_whole(compiled):
+        return
+    inner = [name for name, child in model.named_children() if _is_whole(child)]
+    fix = (
+        f"Pass model.{inner[0]}, its {type(getattr(model, inner[0])).__name__}, and run what follows on that output"
+        if inner
+        else "Load the weights with one of those: its from_pretrained takes the same folder or hub id"
+    )
+    raise ModelError(
+        f"model: {type(model).__name__} returns something that a pruned copy cannot; expected one of "
+        f"{', '.join(WHOLE)}. {fix}."
     )
 
 
-def siglip(model: Any, name: str) -> Backbone:
-    tower = optional_part(model, "vision_model") or model
-    return _backbone(
-        name,
-        "siglip",
-        model,
-        tower,
-        part(tower, "encoder.layers"),
-        part(tower, "post_layernorm"),
-        prefix=0,
-        preprocessing=Preprocessing(*HALF, size=tower.config.image_size),
-        embed_pixels=partial(_interpolating, part(tower, "embeddings"), None),
-    )
+def _is_whole(model: nn.Module) -> bool:
+    return any(kind.__name__ in WHOLE for kind in type(model).__mro__)
 
 
-def vit(model: Any, name: str, family: str = "vit", prefix: int = 1) -> Backbone:
-    normalisation = HALF if family == "vit" else IMAGENET
-    return _backbone(
-        name,
-        family,
-        model,
-        model,
-        part(model, "layers", "encoder.layer", "encoder.layers"),
-        part(model, "layernorm"),
-        prefix=prefix,
-        preprocessing=Preprocessing(*normalisation, size=model.config.image_size),
-        embed_pixels=partial(_interpolating, part(model, "embeddings"), None),
-    )
+def _known_types() -> set[str]:
+    return {kind for entry in BACKBONES.values() if entry.name in ASSEMBLE for kind in entry.model_types}
 
 
-def tiny_scenes(model: Any, name: str) -> Backbone:
-    """Our own ViT with a DPT head, after DINOv2's pattern."""
-    return dinov2(model.backbone, name, "tiny-scenes", owner=model, hook_layers=model.config.hooks)
+def _with_pooling(hidden: Tensor, pooled: Tensor | None) -> Any:
+    from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-
-def depth_anything(model: Any, name: str) -> Backbone:
-    """DINOv2 with a DPT head. Hook i of transformers' backbone is the output of block i-1 (0 is the embedding)."""
-    config = model.backbone.config
-    hooks = tuple(sorted(index - 1 for index in config.out_indices))
-    if min(hooks) < 0:
-        raise ModelError(f"{name}: its DPT head reads the embedding (out_indices {config.out_indices}), not a block.")
-    return dinov2(
-        model.backbone,
-        name,
-        "depth-anything",
-        owner=model,
-        hook_layers=hooks,
-        hooks_normed=bool(config.apply_layernorm),
-    )
+    return BaseModelOutputWithPooling(last_hidden_state=hidden, pooler_output=pooled)

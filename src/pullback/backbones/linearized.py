@@ -1,16 +1,4 @@
-"""Layer norm and attention linearised by hand (see `linearized_block.py` for the formulas).
-
-Attention linearised where only a few tokens are read: the last block of a class-token decoder.
-
-With R queries and h heads there are only R h attention rows, so keys and values are never formed for a tangent. With
-a_(h,r) = W_K,h^T q_(h,r) and dx_t the normalised tangent of token t,
-
-    q . dk_t = a . dx_t,      sum_t P_t dv_t = W_V,h (sum_t P_t dx_t)                            (forward)
-    x'_t = sum_(h,r) P_t W_V,h^T c_h + S'_t a_(h,r)                                              (reverse)
-
-N D (2 R h) multiplications instead of N D (2 D): 32 times fewer for one class token of a ViT-S or ViT-B.
-
-A transformer block linearised by hand: products with its Jacobian for K tangents of B samples at once.
+"""Products with the Jacobian of a transformer block, written by hand for K tangents of B samples at once.
 
 Around fixed tokens x the block is a linear map of dx. Autodiff reaches the same numbers through many small unfused
 kernels; written out, one product is about the arithmetic of a forward. With P the attention matrix, O = P v:
@@ -21,6 +9,9 @@ kernels; written out, one product is about the arithmetic of a forward. With P t
 Layer norm is x^ = (x - mean)/std with tangent (dx - mean(dx) - x^ mean(x^*dx))/std. Its weight and its centring are
 folded into the matrix that follows, the layer scales into the matrix before, so only the x^ term is elementwise.
 K is folded into the rows or columns of each attention product, laid out so that no operand is ever copied K times.
+
+In order: `LinearizedBlock`, and its parts `LinearizedNorm`, `LinearizedAttention`, `LinearizedReadout` (attention of
+which a decoder reads a few tokens) and `LinearizedMlp`.
 """
 
 from __future__ import annotations
@@ -55,6 +46,38 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, Rope):
         return Rope(*(table.to(dtype) for table in value))
     return tuple(_cast(item, dtype) for item in value) if isinstance(value, tuple) else value
+
+
+class LinearizedBlock(Linearized):
+    """A `Block` at fixed tokens x [B, N, D]: ``output`` [B, R, D], and products with its Jacobian."""
+
+    def __init__(self, block: Block, x: Tensor, rope: Rope | None = None, rows: int | None = None) -> None:
+        self.tokens = x.shape[1]
+        self.rows = self.tokens if rows is None else rows
+        self.norm1 = LinearizedNorm(block.norm1, x)
+        kind = LinearizedReadout if LinearizedReadout.pays(block, rope, self.rows) else LinearizedAttention
+        self.attention = kind(block, _affine(block.norm1, self.norm1.output), rope, self.rows)
+        middle = x[:, : self.rows] + self.attention.output
+        self.norm2 = LinearizedNorm(block.norm2, middle)
+        self.mlp = LinearizedMlp(block.mlp, block.norm2, block.scale2, _affine(block.norm2, self.norm2.output))
+        self.output = middle + self.mlp.output
+
+    def jvp(self, dx: Tensor) -> Tensor:
+        """[B, K, N, D] -> [B, K, R, D]."""
+        dy = self.attention.jvp(self.norm1(dx)).add_(dx[:, :, : self.rows])
+        return self.mlp.jvp(self.norm2(dy)).add_(dy)
+
+    def vjp(self, c: Tensor) -> Tensor:
+        """[B, K, R, D] -> [B, K, N, D]."""
+        c = self.norm2(self.mlp.vjp(c)).add_(c)
+        out = self.norm1(self.attention.vjp(c))
+        out[:, :, : self.rows] += c
+        return out
+
+
+def _affine(norm: Norm, unit: Tensor) -> Tensor:
+    scaled = unit * norm.weight
+    return scaled if norm.bias is None else scaled + norm.bias
 
 
 class LinearizedNorm(Linearized):
@@ -177,7 +200,17 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 class LinearizedReadout(LinearizedAttention):
-    """The same map as `LinearizedAttention` without a rotary embedding, which would turn every key differently."""
+    """The map of `LinearizedAttention` where few tokens are read: the last block of a class-token decoder.
+
+    With R queries and h heads there are only R h attention rows, so keys and values are never formed for a tangent.
+    With a_(h,r) = W_K,h^T q_(h,r) and dx_t the normalised tangent of token t,
+
+        q . dk_t = a . dx_t,      sum_t P_t dv_t = W_V,h (sum_t P_t dx_t)                        (forward)
+        x'_t = sum_(h,r) P_t W_V,h^T c_h + S'_t a_(h,r)                                          (reverse)
+
+    N D (2 R h) multiplications instead of N D (2 D): 32 times fewer for one class token of a ViT-S or ViT-B. There must
+    be no rotary embedding, which would turn every key differently.
+    """
 
     @staticmethod
     def pays(block: Block, rope: Rope | None, rows: int) -> bool:
@@ -271,35 +304,3 @@ def _value_and_slope(activation: Callable[[Tensor], Tensor], x: Tensor) -> tuple
         value = activation(point)
         (slope,) = torch.autograd.grad(value.sum(), point)
     return value.detach(), slope
-
-
-class LinearizedBlock(Linearized):
-    """A `Block` at fixed tokens x [B, N, D]: ``output`` [B, R, D], and products with its Jacobian."""
-
-    def __init__(self, block: Block, x: Tensor, rope: Rope | None = None, rows: int | None = None) -> None:
-        self.tokens = x.shape[1]
-        self.rows = self.tokens if rows is None else rows
-        self.norm1 = LinearizedNorm(block.norm1, x)
-        kind = LinearizedReadout if LinearizedReadout.pays(block, rope, self.rows) else LinearizedAttention
-        self.attention = kind(block, _affine(block.norm1, self.norm1.output), rope, self.rows)
-        middle = x[:, : self.rows] + self.attention.output
-        self.norm2 = LinearizedNorm(block.norm2, middle)
-        self.mlp = LinearizedMlp(block.mlp, block.norm2, block.scale2, _affine(block.norm2, self.norm2.output))
-        self.output = middle + self.mlp.output
-
-    def jvp(self, dx: Tensor) -> Tensor:
-        """[B, K, N, D] -> [B, K, R, D]."""
-        dy = self.attention.jvp(self.norm1(dx)).add_(dx[:, :, : self.rows])
-        return self.mlp.jvp(self.norm2(dy)).add_(dy)
-
-    def vjp(self, c: Tensor) -> Tensor:
-        """[B, K, R, D] -> [B, K, N, D]."""
-        c = self.norm2(self.mlp.vjp(c)).add_(c)
-        out = self.norm1(self.attention.vjp(c))
-        out[:, :, : self.rows] += c
-        return out
-
-
-def _affine(norm: Norm, unit: Tensor) -> Tensor:
-    scaled = unit * norm.weight
-    return scaled if norm.bias is None else scaled + norm.bias

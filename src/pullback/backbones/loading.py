@@ -1,12 +1,16 @@
-"""From a hub id, a folder, an embedded name or a transformers module to a `Backbone`.
+"""From a hub id, a folder, an embedded name or a module to a backbone, by the families in `pullback.registry`.
 
-The files of a checkpoint: in a local folder, or fetched from the hub.
+First the family is found (`entry_of`): by the model type in config.json, by the name where a family claims it, or by a
+module's own configuration. Then the weights are read: by the family's own loader, by ours where transformers is not
+needed (DINOv2, tiny-scenes: `reader_of`), else by transformers. Last, the family's adapter makes a backbone of it.
+Files lie in a local folder or are fetched from the hub (`fetched_file`).
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,16 +19,60 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pullback.backbones.backbone import Backbone, Preprocessing
-from pullback.backbones.registry import FAMILIES, Family, family_of
+from pullback.backbones.backbone import AnyBackbone, Backbone, Preprocessing
 from pullback.errors import ModelError
 from pullback.models.dinov2 import Dinov2, Dinov2Config
 from pullback.models.embedded import EMBEDDED
 from pullback.models.tiny_scenes import TinyScenes, TinyScenesConfig
+from pullback.registry import BackboneEntry, backbones, resolve
+
+Model = str | os.PathLike[str] | nn.Module
+
+
+def load_any_backbone(
+    model: Model, *, device: str | torch.device = "auto", dtype: torch.dtype = torch.float32
+) -> AnyBackbone:
+    """A frozen backbone of any family, in evaluation mode.
+
+    A module that is passed in is used as it is: it must be in evaluation mode, and stays on its device in its dtype.
+    """
+    return _load(model, *_identified(model), device, dtype)
+
+
+def load_backbone(model: Model, *, device: str | torch.device = "auto", dtype: torch.dtype = torch.float32) -> Backbone:
+    """A frozen ViT as `load_any_backbone` loads it. Models of several views, and other networks, are refused."""
+    if not isinstance(model, nn.Module) and Path(model).is_file():
+        raise ModelError(f"model: expected a folder or a hub id, got the file {os.fspath(model)}.")
+    entry, config = _identified(model)
+    if entry.views:
+        raise ModelError(
+            f"model: a {entry.name} takes scenes of several views, not single images: use load_probe, or prune_views "
+            "of a VGGT."
+        )
+    backbone = _load(model, entry, config, device, dtype)
+    if not isinstance(backbone, Backbone):
+        raise ModelError(
+            f"model: expected a ViT, whose blocks are known, got {backbone.name}, a {type(backbone).__name__}."
+        )
+    return backbone
+
+
+def entry_of(model: Model) -> BackboneEntry:
+    """The family that a model belongs to. Of a hub id config.json is fetched, unless a family claims the name."""
+    return _identified(model)[0]
+
+
+def family_of(model_type: str) -> BackboneEntry:
+    """The family of a model type in config.json."""
+    for entry in backbones():
+        if model_type in entry.model_types:
+            return entry
+    known = ", ".join(sorted(name for entry in backbones() for name in entry.model_types))
+    raise ModelError(f"model: no adapter for transformers' model type {model_type!r}; known are {known}.")
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
-    """ "auto" is the GPU where there is one."""
+    """The device of this name; "auto" is the GPU where there is one."""
     if str(device) == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -37,38 +85,8 @@ def resolve_device(device: str | torch.device) -> torch.device:
     return resolved
 
 
-def load_backbone(
-    model: str | os.PathLike[str] | nn.Module,
-    *,
-    device: str | torch.device = "auto",
-    dtype: torch.dtype = torch.float32,
-) -> Backbone:
-    """A frozen backbone in evaluation mode.
-
-    A module that is passed in is used as it is: it must be in evaluation mode, and stays on its device in its dtype.
-    """
-    if isinstance(model, nn.Module):
-        return _adapt(model, type(model).__name__)
-    name = os.fspath(model)
-    target = resolve_device(device)
-    where = str(EMBEDDED[name]) if name in EMBEDDED else locate(name)
-    module = _load(where).to(device=target, dtype=dtype).eval().requires_grad_(False)
-    backbone = _adapt(module, name if name in EMBEDDED else where)
-    return replace(backbone, preprocessing=published_preprocessing(where, backbone.preprocessing))
-
-
-def _adapt(module: nn.Module, name: str) -> Backbone:
-    model_type = getattr(getattr(module, "config", None), "model_type", None)
-    if model_type is None:
-        raise ModelError(
-            f"model: expected a transformers vision model, got {name}, which has no config with a model type. (A VGGT "
-            "takes scenes: use load_probe or prune_views.)"
-        )
-    check_evaluation_mode(module, "model")
-    return family_of(model_type).adapt(module, name)
-
-
 def check_evaluation_mode(module: nn.Module, argument: str) -> None:
+    """Refuse a module of which any part is in train mode."""
     training = [name or type(module).__name__ for name, part in module.named_modules() if part.training]
     if training:
         raise ModelError(
@@ -77,52 +95,98 @@ def check_evaluation_mode(module: nn.Module, argument: str) -> None:
         )
 
 
-def _load(name: str) -> nn.Module:
-    config = read_config(name, ", ".join(EMBEDDED))
-    family = family_of(config["model_type"])
-    reader = reader_of(config)
-    return _load_with_transformers(name, family) if reader is None else reader(name, config)
+def _identified(model: Model) -> tuple[BackboneEntry, dict[str, Any]]:
+    """The family of a model, and config.json where that had to be read for it."""
+    if isinstance(model, nn.Module):
+        model_type = getattr(getattr(model, "config", None), "model_type", None)
+        if model_type is None:
+            raise ModelError(
+                f"model: expected a transformers vision model, got {type(model).__name__}, which has no config with a "
+                "model type."
+            )
+        return family_of(model_type), {}
+    claimed = _claimed(os.fspath(model))
+    if claimed is not None:
+        return claimed, {}
+    config = read_config(_place(os.fspath(model)), ", ".join(EMBEDDED))
+    return family_of(config["model_type"]), config
 
 
-def _load_with_transformers(name: str, family: Family) -> nn.Module:
+def _load(
+    model: Model, entry: BackboneEntry, config: dict[str, Any], device: str | torch.device, dtype: torch.dtype
+) -> AnyBackbone:
+    adapt = resolve(entry.adapt)
+    if isinstance(model, nn.Module):
+        check_evaluation_mode(model, "model")
+        return adapt(model, type(model).__name__)
+    name, target = os.fspath(model), resolve_device(device)
+    if entry.load is not None:
+        return adapt(resolve(entry.load)(name, target, dtype).eval().requires_grad_(False), name)
+    where, reader = _place(name), reader_of(config)
+    module = _read_with_transformers(where, entry) if reader is None else reader(where, config)
+    module = module.to(device=target, dtype=dtype).eval().requires_grad_(False)
+    backbone = adapt(module, name if name in EMBEDDED else where)
+    return replace(backbone, preprocessing=published_preprocessing(where, backbone.preprocessing))
+
+
+def _claimed(name: str) -> BackboneEntry | None:
+    """A family with its own loader that a folder's config.json, or else the name itself, speaks for."""
+    folder = EMBEDDED.get(name, Path(name))
+    kind = _stored_type(folder / "config.json") if folder.is_dir() else None
+    for entry in backbones():
+        claimed = (
+            kind in entry.model_types if folder.is_dir() else bool(entry.names and re.fullmatch(entry.names, name))
+        )
+        if entry.load is not None and claimed:
+            return entry
+    return None
+
+
+def _stored_type(config: Path) -> str | None:
+    try:
+        return json.loads(config.read_text(encoding="utf-8")).get("model_type")
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def _place(name: str) -> str:
+    return str(EMBEDDED[name]) if name in EMBEDDED else locate(name)
+
+
+def _read_with_transformers(name: str, entry: BackboneEntry) -> nn.Module:
     import transformers
 
-    loader = getattr(transformers, family.loader)
+    loader = getattr(transformers, entry.loader)
     transformers.utils.logging.disable_progress_bar()
     try:
         module, report = loader.from_pretrained(name, use_safetensors=True, output_loading_info=True)
     except Exception as error:  # transformers raises OSError, ValueError, KeyError and hub errors here
         raise ModelError(f"model: the weights of {name!r} could not be loaded: {first_line(error)}.") from None
-    _check_report(name, family, report)
-    return _without_random_parts(module, family, report)
+    _check_report(name, entry, report)
+    return _without_random_parts(module, entry, report)
 
 
-def _check_report(name: str, family: Family, report: dict) -> None:
+def _check_report(name: str, entry: BackboneEntry, report: dict) -> None:
     """transformers fills missing weights with random numbers and only logs it; here that is an error."""
-    missing = [key for key in report["missing_keys"] if not any(part in key for part in family.may_lack)]
+    missing = [key for key in report["missing_keys"] if not any(part in key for part in entry.may_lack)]
     if missing or report["mismatched_keys"]:
         wrong = missing or [str(key) for key in report["mismatched_keys"]]
         raise ModelError(
-            f"model: {name!r} lacks {len(wrong)} weights that {family.name} needs, such as {sorted(wrong)[0]}; they "
+            f"model: {name!r} lacks {len(wrong)} weights that {entry.name} needs, such as {sorted(wrong)[0]}; they "
             "would be random. Is it a complete checkpoint of this family?"
         )
 
 
-def _without_random_parts(module: nn.Module, family: Family, report: dict) -> nn.Module:
+def _without_random_parts(module: nn.Module, entry: BackboneEntry, report: dict) -> nn.Module:
     """Parts that the checkpoint may lack, such as a pooling head, are absent then, not random."""
-    for name in family.may_lack:
+    for name in entry.may_lack:
         if any(key.startswith(f"{name}.") for key in report["missing_keys"]):
             setattr(module, name, None)
     return module
 
 
-def list_models() -> list[tuple[str, str, str, str]]:
-    """(family, transformers model types, decoders, example) of everything that can be loaded."""
-    return [(f.name, ", ".join(f.model_types), ", ".join(f.decoders), f.example) for f in FAMILIES]
-
-
 def locate(name: str) -> str:
-    """A folder that holds a backbone beside its decoder (backbone/ and decoder.safetensors) stands for the former."""
+    """Where the model is: of a folder that holds backbone/ beside decoder.safetensors, the former; else the name."""
     folder = Path(name)
     if folder.is_file():
         raise ModelError(f"model: expected a folder or a hub id, got the file {name}.")
@@ -187,7 +251,7 @@ def published_preprocessing(name: str, default: Preprocessing) -> Preprocessing:
 
 
 def reader_of(config: dict[str, Any]) -> Callable[[str, dict[str, Any]], nn.Module] | None:
-    """Who reads a checkpoint without transformers, None where nobody does."""
+    """The function that reads such a checkpoint without transformers, None where transformers is needed."""
     if config["model_type"] == "tiny_scenes":
         return read_tiny_scenes
     if config["model_type"] in ("dinov2", "dinov2_with_registers") and config.get("hidden_act", "gelu") == "gelu":
@@ -202,12 +266,12 @@ def read_dinov2(name: str, config: dict[str, Any]) -> nn.Module:
 
 
 def read_tiny_scenes(name: str, config: dict[str, Any]) -> nn.Module:
-    """A model that `training/tiny_scenes.py` made: the embedded one, or one of your own."""
+    """A model that `recipes/tiny_scenes.py` made: the embedded one, or one of your own."""
     return _filled(TinyScenes(TinyScenesConfig.from_dict(config)), _tensors(name), name, config["model_type"])
 
 
 def write_network(model: Dinov2 | TinyScenes, folder: Path) -> None:
-    """A network of ours: config.json and model.safetensors, in the dtype of the weights."""
+    """Write a network of ours: config.json and model.safetensors, in the dtype of the weights."""
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -250,7 +314,7 @@ def _tensors(name: str) -> dict[str, Tensor]:
 
 
 def fetched_file(name: str, filename: str) -> Path | None:
-    """A file of the checkpoint, None where it has no such file."""
+    """The path of a file of the checkpoint, None where it has no such file."""
     if Path(name).is_dir():
         path = Path(name) / filename
         return path if path.is_file() else None
@@ -266,7 +330,7 @@ def fetched_file(name: str, filename: str) -> Path | None:
 
 
 def known_file(name: str, filename: str) -> Path | None:
-    """The same, None also where only the hub, which cannot be reached, would know."""
+    """As `fetched_file`, None also where the hub, which cannot be reached, would have to be asked."""
     try:
         return fetched_file(name, filename)
     except ModelError:

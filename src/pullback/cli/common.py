@@ -19,7 +19,7 @@ from pullback.report.progress import ProgressDisplay
 from pullback.report.wording import NO_FIGURES
 
 if TYPE_CHECKING:
-    from pullback.probes import MultiLayerProbe, ProbeMap
+    from pullback.probes import ProbeMap
 
 Precision = Literal["float32", "tf32", "bf16"]
 
@@ -119,9 +119,9 @@ def parse_size(text: str | None) -> int | tuple[int, int] | None:
 
 def refuse_scenes(model: str, command: str, instead: str, page: str = "docs/vggt.md") -> None:
     """Refuse a VGGT before it is loaded: its samples are scenes of several views, the command reads single images."""
-    from pullback.vggt.backbone import is_vggt
+    from pullback.backbones import entry_of
 
-    if is_vggt(model):
+    if entry_of(model).views:
         raise PullbackError(
             f"model: `pullback {command}` expects a model of single images, got {model!r}, a VGGT, whose samples are "
             f"scenes of several views. In Python, use {instead} ({page})."
@@ -135,7 +135,7 @@ def load_any_probe(
     device: str,
     distance: str | None = None,
     after_norm: bool = True,
-) -> ProbeMap | MultiLayerProbe:
+) -> ProbeMap:
     """Load a probe at a block, or at all layers that a dense decoder reads when ``layer`` is "hooks"."""
     from pullback.probes import load_probe, multi_layer_probe
 

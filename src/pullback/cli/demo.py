@@ -21,7 +21,7 @@ def demo(
     with Drawing() as drawing, running(out) as progress:
         from pullback.experiments.demo import NOTE, SCENES_FOLDER, run_demo
 
-        documents = run_demo(out, progress, seed)
+        documents = run_demo(out, progress, seed, progress.layer_done)
         progress.stage("drawing figures")
         figures = [drawing.draw(out / name) for name in (SCENES_FOLDER, *documents)]
         page = None

@@ -51,14 +51,11 @@ def diagnose(
     """Find out whether a low-rank task metric exists, which tokens carry it, and how sure the numbers are."""
     with Drawing() as drawing, running(out) as progress:
         from pullback.geometry.folder import DiagnosisRequest, run_diagnosis
-        from pullback.vggt.backbone import is_vggt
-        from pullback.vggt.diagnosis import run_scene_diagnosis
 
-        of_scenes = is_vggt(model)
         request = DiagnosisRequest(
             model=model,
             images=images,
-            decoder=decoder or ("camera" if of_scenes else "cls"),
+            decoder=decoder,
             layers=tuple(parse_layer(text) for text in layer or ()),
             limit=limit,
             ranks=tuple(rank or (20,)),
@@ -71,7 +68,7 @@ def diagnose(
             distance=distance,
         )
         try:
-            document = (run_scene_diagnosis if of_scenes else run_diagnosis)(request, out, progress)
+            document = run_diagnosis(request, out, progress, on_layer=progress.layer_done)
         except Exception:
             if progress.done:
                 drawing.draw(out)

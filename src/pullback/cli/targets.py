@@ -118,8 +118,7 @@ def _watch(progress: ProgressDisplay, name: str, expected: int | None) -> Callab
     if expected is None:
         progress.stage(f"targets at {name}")
         return count
-    progress.start([name], expected)
-    progress.layer(name)
+    progress.work(name, expected, "images")
     return progress.advance
 
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from pullback.backbones import TokenMap
 from pullback.tokens import TokenLayout
 
-# the tokens [B, n, D] of each layer that is read, in the order of `layers`, and where they sit -> [B, ...]
+# the taps [B, n, D] of each layer that is read, in the order of `layers`, and where their tokens sit -> [B, ...]
 DecodeFunction = Callable[[Sequence[Tensor], TokenLayout], Tensor]
 
 
@@ -27,3 +28,16 @@ class Decoder:
     normed: bool = True
     rows: int | None = None
     linear: bool = False
+
+    def read(self, tap: Tensor, norm: TokenMap) -> Tensor:
+        """What it sees of a layer [B, N, D]: the first ``rows`` tokens, after ``norm`` if it is to be applied."""
+        seen = tap[:, : self.rows]
+        return norm(seen) if self.normed else seen
+
+    def output(self, taps: Sequence[Tensor], layout: TokenLayout, norm: TokenMap) -> Tensor:
+        """The task's output [B, ...] from the taps [B, N, D] of `layers`, in their order, before the final ``norm``.
+
+        This is the only place where a norm and a decoder follow each other: ``norm`` is that of the backbone, or
+        `backbones.unchanged` where the taps have passed it already.
+        """
+        return self.decode([self.read(tap, norm) for tap in taps], layout)

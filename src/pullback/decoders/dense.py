@@ -9,17 +9,18 @@ from pathlib import Path
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pullback.backbones import Backbone
+from pullback.backbones import AnyBackbone, Backbone
 from pullback.decoders.decoder import Decoder
 from pullback.errors import DecoderError
 from pullback.tokens import TokenLayout
 
 
-def depth(backbone: Backbone, grid: tuple[int, int] | None = None) -> Decoder:
-    """The DPT depth map of Depth Anything, [B, H, W], or averaged down to ``grid`` cells.
+def depth(backbone: Backbone, *grid: str | int) -> Decoder:
+    """The DPT depth map of Depth Anything, [B, H, W], or averaged down to ``grid``, rows and columns of cells.
 
     It reads four layers, normalised as the checkpoint says (`hooks_normed`), and ends in a ReLU.
     """
+    name, cells = depth_name(*grid)
     neck, head = getattr(backbone.model, "neck", None), getattr(backbone.model, "head", None)
     if not backbone.hook_layers or neck is None or head is None:
         raise DecoderError(
@@ -30,10 +31,20 @@ def depth(backbone: Backbone, grid: tuple[int, int] | None = None) -> Decoder:
     def decode(taps: Sequence[Tensor], layout: TokenLayout) -> Tensor:
         rows, columns = layout.grid
         full = head(neck(list(taps), rows, columns), rows, columns)
-        return full if grid is None else F.adaptive_avg_pool2d(full, grid)
+        return full if cells is None else F.adaptive_avg_pool2d(full, cells)
 
-    name = "depth" if grid is None else f"depth-{grid[0]}x{grid[1]}"
     return Decoder(name, backbone.hook_layers, decode, normed=backbone.hooks_normed)
+
+
+def depth_name(*grid: str | int) -> tuple[str, tuple[int, int] | None]:
+    """The name of a depth decoder with so many rows and columns of cells, and these as numbers; none: the full map."""
+    if not grid:
+        return "depth", None
+    rows, columns = (int(side) for side in grid)
+    name = f"depth-{rows}x{columns}"
+    if min(rows, columns) < 1:
+        raise DecoderError(f"decoder: expected depth-GxG with G at least 1, got {name!r}.")
+    return name, (rows, columns)
 
 
 @dataclass(frozen=True)
@@ -44,11 +55,19 @@ class PatchGrid:
     name: str = "dense"
 
 
-def on_patch_grid(backbone: Backbone, choice: PatchGrid) -> Decoder:
+def on_patch_grid(backbone: AnyBackbone, choice: PatchGrid) -> Decoder:
+    """The decoder of a head that reads the patch grid."""
+
     def decode(taps: Sequence[Tensor], layout: TokenLayout) -> Tensor:
         return choice.head(layout.patch_map(taps[0])[:, 0].permute(0, 3, 1, 2))
 
     return Decoder(choice.name, (backbone.depth - 1,), decode)
+
+
+def saliency(backbone: Backbone) -> Decoder:
+    """The saliency head in ``decoder.safetensors`` beside the folder of a fine-tuned backbone."""
+    head = load_saliency_head(Path(backbone.name).parent, backbone.dim)
+    return on_patch_grid(backbone, PatchGrid(head.to(backbone.device, backbone.dtype), "saliency"))
 
 
 class SaliencyHead(nn.Module):

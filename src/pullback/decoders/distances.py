@@ -1,13 +1,12 @@
-"""Task distances: maps y -> d(y) after which the Euclidean distance of two outputs is the task's own.
+"""What is measured of an output: a task distance behind the decoder, or an output metric in front of the Jacobian.
 
-A task distance delta with delta(a, b) = |d(a) - d(b)| is composed with the decoder, and J becomes the Jacobian of
-d(decoder). Users may pass any function [B, ...] -> [B, ...]; docs/distances.md shows LPIPS as one.
+A task distance delta with delta(a, b) = |d(a) - d(b)| is given by its map y -> d(y), which is composed with the
+decoder, and J becomes the Jacobian of d(decoder). Users may pass any function [B, ...] -> [B, ...]; docs/distances.md
+shows LPIPS as one.
 
-Output metrics H = L L^T: the pullback J^T H J is the Euclidean one of L^T J.
-
-(The paper writes LJ, which is right only for symmetric L: with H = L L^T, J^T H J = (L^T J)^T (L^T J).)
-L is any M x k factor, so H may be semidefinite. It may depend on the output at the base point, is evaluated there once
-per sample and held constant.
+An output metric H = L L^T makes the pullback J^T H J, which is the Euclidean one of L^T J. (The paper writes LJ, which
+is right only for symmetric L: with H = L L^T, J^T H J = (L^T J)^T (L^T J).) L is any M x k factor, so H may be
+semidefinite. It may depend on the output at the base point, is evaluated there once per sample and held constant.
 """
 
 from __future__ import annotations
@@ -50,6 +49,7 @@ DISTANCES: dict[str, TaskDistance] = {"cosine": cosine, "log": log, "silog": sil
 
 
 def task_distance(choice: str | TaskDistance | None) -> TaskDistance | None:
+    """A task distance by name, or the function itself."""
     if choice is None or callable(choice):
         return choice
     if choice not in DISTANCES:
@@ -57,8 +57,18 @@ def task_distance(choice: str | TaskDistance | None) -> TaskDistance | None:
     return DISTANCES[choice]
 
 
-# the factor L itself, [M, k] or [B, M, k], or a function of the base output [B, M] that returns one
 OutputMetric = Tensor | Callable[[Tensor], Tensor]
+"""The factor L itself, [M, k] or [B, M, k], or a function of the base output [B, M] that returns one.
+
+A function object may have a method ``check(decoder, *, distance)`` that refuses decoders, by name, and task distances
+that it does not fit (`CameraMetric`); a probe calls it when it is made."""
+
+
+def check_metric(metric: OutputMetric | None, decoder: str, *, distance: bool) -> None:
+    """Let a metric refuse the decoder, or a task distance behind it."""
+    check = getattr(metric, "check", None)
+    if check is not None:
+        check(decoder, distance=distance)
 
 
 def factor_at(metric: OutputMetric, output: Tensor) -> Tensor:

@@ -1,54 +1,61 @@
-"""Decoders by name."""
+"""Decoders by name, from the table in `pullback.registry`, or from a function."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from pathlib import Path
 
 from torch import Tensor, nn
 
-from pullback.backbones import Backbone, check_evaluation_mode
+from pullback.backbones import AnyBackbone, check_evaluation_mode
 from pullback.decoders.decoder import Decoder
-from pullback.decoders.dense import PatchGrid, depth, load_saliency_head, on_patch_grid
-from pullback.decoders.embedding import class_token, patch_mean, pool, projection
+from pullback.decoders.dense import PatchGrid, on_patch_grid
 from pullback.errors import DecoderError
+from pullback.registry import decoders_for, resolve
 
-EMBEDDINGS: dict[str, Callable[[Backbone], Decoder]] = {
-    "cls": class_token,
-    "projection": projection,
-    "pool": pool,
-    "mean": patch_mean,
-}
-NAMES = (*EMBEDDINGS, "depth", "depth-8x8 (any size)", "saliency")
+DecoderChoice = str | Callable[[Tensor], Tensor] | PatchGrid | Decoder
 
 
-def build_decoder(choice: str | Callable[[Tensor], Tensor] | PatchGrid | Decoder, backbone: Backbone) -> Decoder:
-    """A decoder by name; a function of the last layer's normalised tokens, [B, N, D] -> [B, ...]; or a `PatchGrid`."""
+def build_decoder(choice: DecoderChoice, backbone: AnyBackbone, *, pose_derivative: str = "exact") -> Decoder:
+    """A decoder by name; a function of the last layer's normalised tokens, [B, N, D] -> [B, ...]; or a `PatchGrid`.
+
+    Functions and patch grids are for backbones of single images; those of several views take a `Decoder`.
+    ``pose_derivative`` is for the cameras of a VGGT (`pullback.vggt.decoders.camera`) and refused for all others.
+    """
+    options = {"pose_derivative": pose_derivative} if pose_derivative != "exact" else {}
+    if not isinstance(choice, Decoder) and not callable(choice) and not isinstance(choice, PatchGrid):
+        return _named_decoder(choice, backbone, options)
+    if options:
+        raise _no_choice(pose_derivative)
     if isinstance(choice, Decoder):
         return choice
+    if backbone.views:
+        raise _unknown(choice, backbone)
+    head = choice.head if isinstance(choice, PatchGrid) else choice
+    if isinstance(head, nn.Module):
+        check_evaluation_mode(head, "decoder")
     if isinstance(choice, PatchGrid):
-        if isinstance(choice.head, nn.Module):
-            check_evaluation_mode(choice.head, "decoder")
         return on_patch_grid(backbone, choice)
-    if callable(choice):
-        return _user_decoder(choice, backbone)
-    if choice in EMBEDDINGS:
-        return EMBEDDINGS[choice](backbone)
-    sized = re.fullmatch(r"depth(?:-(\d+)x(\d+))?", str(choice))
-    if sized is not None:
-        grid = (int(sized[1]), int(sized[2])) if sized[1] else None
-        if grid is not None and min(grid) < 1:
-            raise DecoderError(f"decoder: expected depth-GxG with G at least 1, got {choice!r}.")
-        return depth(backbone, grid)
-    if choice == "saliency":
-        head = load_saliency_head(Path(backbone.name).parent, backbone.dim)
-        return on_patch_grid(backbone, PatchGrid(head.to(backbone.device, backbone.dtype), "saliency"))
-    raise DecoderError(f"decoder: expected one of {', '.join(NAMES)}, or a function, got {choice!r}.")
+    name = getattr(choice, "__name__", type(choice).__name__)
+    return Decoder(name, (backbone.depth - 1,), lambda taps, layout: choice(taps[0]))
 
 
-def _user_decoder(function: Callable[[Tensor], Tensor], backbone: Backbone) -> Decoder:
-    if isinstance(function, nn.Module):
-        check_evaluation_mode(function, "decoder")
-    name = getattr(function, "__name__", type(function).__name__)
-    return Decoder(name, (backbone.depth - 1,), lambda taps, layout: function(taps[0]))
+def _named_decoder(choice: object, backbone: AnyBackbone, options: dict[str, str]) -> Decoder:
+    for entry in decoders_for(backbone.family):
+        match = entry.match(str(choice))
+        if match is not None:
+            if not set(options) <= set(entry.options):
+                raise _no_choice(options["pose_derivative"])
+            return resolve(entry.build)(backbone, *match.groups(), **options)
+    raise _unknown(choice, backbone)
+
+
+def _no_choice(pose_derivative: str) -> DecoderError:
+    return DecoderError(
+        f"pose_derivative: only the cameras of a VGGT have a choice, expected 'exact', got {pose_derivative!r}."
+    )
+
+
+def _unknown(choice: object, backbone: AnyBackbone) -> DecoderError:
+    names = ", ".join(entry.name for entry in decoders_for(backbone.family))
+    other = "a Decoder of the taps" if backbone.views else "a function"
+    return DecoderError(f"decoder: expected one of {names}, or {other}, for {backbone.name}, got {choice!r}.")

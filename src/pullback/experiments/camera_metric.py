@@ -27,12 +27,12 @@ from pullback.evaluation import spearman
 from pullback.experiments.command import Device, NewRowsOut, Row, RowFile, Vggt, explained
 from pullback.geometry import spectrum, token_importance
 from pullback.geometry.spectrum import output_size
+from pullback.probes import ProbeMap, load_probe
 from pullback.randnla import effective_rank_from_spectrum
 from pullback.runs.progress import Lines
 from pullback.runs.provenance import provenance
 from pullback.runs.rows import finite
 from pullback.vggt.camera_metric import CameraMetric
-from pullback.vggt.probes import SceneProbe, scene_probe
 from pullback.vggt.views import SceneFolder, check_width, find_scenes
 
 PRUNED = 0.5
@@ -68,7 +68,7 @@ class MetricComparison:
 
 
 def compare_metrics(
-    probe: SceneProbe,
+    probe: ProbeMap,
     images: Tensor,
     metric: CameraMetric | None = None,
     *,
@@ -117,11 +117,11 @@ def pruning_agreement(first: Tensor, second: Tensor, ratio: float = PRUNED) -> T
 
 
 def scene_rows(
-    probe: SceneProbe, scenes: Sequence[SceneFolder], *, rank: int, views: int | None, size: int | None
+    probe: ProbeMap, scenes: Sequence[SceneFolder], *, rank: int, views: int | None, size: int | None
 ) -> Iterator[Row | SkippedImage]:
     """One scene at a time, since scenes may differ in their number of views: its row, or why it cannot be read."""
     if size is not None:
-        check_width(size, probe.backbone.model.config.patch_size)
+        check_width(size, probe.backbone.patch_size)
     for scene in scenes:
         files = scene.files[:views]
         try:
@@ -167,7 +167,7 @@ def main(
     """The camera under two output metrics."""
     with explained():
         folders = find_scenes(scenes)
-        probe = scene_probe(model, "camera", layer, device=device, pose_derivative=pose_derivative)
+        probe = load_probe(model, "camera", layer, device=device, pose_derivative=pose_derivative)
         progress, file = Lines(), RowFile(out, anew=True)
         progress.work("camera under two metrics", len(folders), "scenes")
         shared = {"provenance": provenance(probe.device)}

@@ -27,6 +27,8 @@ from rich import box
 from rich.table import Table
 from torch import Tensor
 
+from pullback.backbones import load_any_backbone
+from pullback.decoders import build_decoder
 from pullback.errors import DecoderError, PullbackError, RankError
 from pullback.evaluation.statistics import mean_and_error
 from pullback.experiments.command import Device, Row, Vggt, explained
@@ -48,6 +50,7 @@ from pullback.learning.train_spn import (
     example_scores,
     natural_sensitivity_ratio,
 )
+from pullback.probes import ProbeMap
 from pullback.report.console import console
 from pullback.report.wording import UNKNOWN, plain, short_name
 from pullback.runs.files import make_folder, read_json, write_json
@@ -57,9 +60,6 @@ from pullback.runs.rows import finite
 from pullback.runs.settings import check_settings
 from pullback.scenes.splits import HELD_OUT
 from pullback.targets.recipe import targets_of
-from pullback.vggt.backbone import load_scene_backbone
-from pullback.vggt.decoders import build_scene_decoder
-from pullback.vggt.probes import SceneProbe
 
 TRAIN = 4 * HELD_OUT
 """The first training seed, beside those of the backbone's training and of every evaluation."""
@@ -138,7 +138,7 @@ def stored_rows(path: Path, asked: Mapping[str, Any]) -> list[Row]:
 class CameraSpn:
     """One probe, its training and held-out scenes, and the rows that they give."""
 
-    def __init__(self, probe: SceneProbe, settings: Settings) -> None:
+    def __init__(self, probe: ProbeMap, settings: Settings) -> None:
         self.probe, self.settings = probe, settings
         trained = self._images(TRAIN, settings.train_scenes)
         judged = self._images(HELD_OUT, settings.held_out)
@@ -150,7 +150,7 @@ class CameraSpn:
         self.of_constant = example_scores(self.constant, self.held_out.examples)
 
     def _images(self, first: int, count: int) -> Tensor:
-        size = self.settings.size or self.probe.backbone.model.config.img_size
+        size = self.settings.size or self.probe.backbone.preprocessing.size
         return draw_scenes(range(first, first + count), size=size, views=self.settings.views, device=self.probe.device)
 
     def facts(self) -> Row:
@@ -225,7 +225,7 @@ class SceneSet:
     examples: SpnExamples
 
 
-def scene_set(probe: SceneProbe, images: Tensor, rank: int) -> SceneSet:
+def scene_set(probe: ProbeMap, images: Tensor, rank: int) -> SceneSet:
     """Compute features and modes of these scenes. Modes are exact and in float32 whatever the supervision's products
     are: they judge it."""
     features = probe.features(images)
@@ -236,7 +236,7 @@ def scene_set(probe: SceneProbe, images: Tensor, rank: int) -> SceneSet:
     return SceneSet(features, SpnExamples(lambda rows: features[rows], *known, layout.prefix, layout.views))
 
 
-def supervision_of(name: str, probe: SceneProbe, precision: str) -> Supervision:
+def supervision_of(name: str, probe: ProbeMap, precision: str) -> Supervision:
     """The supervision that a row of the paper's table is named after."""
     choices: dict[str, Supervision] = {
         "RandNLA q=1": RandNLA(probe, 1, precision=precision, signal_probes=0),
@@ -249,7 +249,7 @@ def supervision_of(name: str, probe: SceneProbe, precision: str) -> Supervision:
     return choices[name]
 
 
-def rank_of(probe: SceneProbe, images: Tensor, rank: int | None) -> int:
+def rank_of(probe: ProbeMap, images: Tensor, rank: int | None) -> int:
     """The rank of the networks: ``rank``, or as many directions as J has rows, at most `RANK`."""
     rows = output_size(probe, probe.features(images[:1]))
     if rank is not None and not 1 <= rank <= rows:
@@ -260,16 +260,16 @@ def rank_of(probe: SceneProbe, images: Tensor, rank: int | None) -> int:
     return min(RANK, rows) if rank is None else rank
 
 
-def camera_probe(model: str, settings: Settings, device: str) -> SceneProbe:
+def camera_probe(model: str, settings: Settings, device: str) -> ProbeMap:
     """The cameras of a VGGT at the layer of the settings."""
     if not re.fullmatch(r"camera(-\d+)?", settings.decoder):
         raise DecoderError(
             f"decoder: expected 'camera' (of all views) or one such as 'camera-1' (of one view), got "
             f"{settings.decoder!r}. Exact modes of every scene are taken here, which needs the few rows of a camera."
         )
-    backbone = replace(load_scene_backbone(model, device=device), name=short_name(model))
+    backbone = replace(load_any_backbone(model, device=device), name=short_name(model))
     layer = backbone.depth // 2 if settings.layer is None else settings.layer
-    return SceneProbe(backbone, build_scene_decoder(settings.decoder, backbone), layer)
+    return ProbeMap(backbone, build_decoder(settings.decoder, backbone), layer)
 
 
 def table(rows: Sequence[Row]) -> Table:

@@ -6,6 +6,7 @@ are, which narrows the field of view that the model knows.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ from torch import Tensor
 
 from pullback.data.images import ImageBatch
 from pullback.evaluation import depth_errors
-from pullback.geometry.folder import DiagnosisRequest, Watcher, run_diagnosis
+from pullback.geometry.folder import DiagnosisRequest, run_diagnosis
 from pullback.probes import load_probe
 from pullback.runs import documents as files
 from pullback.runs.files import make_folder, write_arrays
+from pullback.runs.progress import Progress
 from pullback.scenes.render import CLASSES, SceneBatch, normalised, render
 from pullback.scenes.splits import HELD_OUT
 
@@ -35,10 +37,12 @@ DECODERS = ("cls", "depth-6x6")
 LAYERS = (6, 8, 10)
 
 
-def run_demo(out: Path, watch: Watcher, seed: int = 0) -> dict[str, dict[str, Any]]:
+def run_demo(
+    out: Path, progress: Progress, seed: int = 0, on_layer: Callable[[dict[str, Any]], None] | None = None
+) -> dict[str, dict[str, Any]]:
     """Write pictures into ``out``/images, what is known of them into ``out``/scenes, and a diagnosis for each decoder
-    into ``out``/<decoder>; return the diagnoses by that name."""
-    watch.stage("rendering scenes")
+    into ``out``/<decoder>; return the diagnoses by that name. ``on_layer`` is called with each layer that is done."""
+    progress.stage("rendering scenes")
     first = HELD_OUT + seed * COUNT
     scenes = render(range(first, first + COUNT), size=SIZE)
     batch = write_pictures(scenes, out / "images")
@@ -54,8 +58,8 @@ def run_demo(out: Path, watch: Watcher, seed: int = 0) -> dict[str, dict[str, An
             seed=seed,
             convergence_samples=0,  # the table of power iteration would cost as much as one or two more scenes
         )
-        documents[decoder] = run_diagnosis(request, out / decoder, watch, batch)
-    watch.stage("predicting depth")
+        documents[decoder] = run_diagnosis(request, out / decoder, progress, batch=batch, on_layer=on_layer)
+    progress.stage("predicting depth")
     write_scenes(scenes, batch, out)
     return documents
 

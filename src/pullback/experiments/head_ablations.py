@@ -20,7 +20,6 @@ from pullback.errors import PullbackError
 from pullback.experiments.command import Device, Row, RowFile, explained
 from pullback.learning.fit import FitConfig, fit
 from pullback.learning.train_head import (
-    AnyProbe,
     HeadTask,
     StoredRows,
     check_stores,
@@ -29,6 +28,7 @@ from pullback.learning.train_head import (
     mean_map_scores,
     new_head,
 )
+from pullback.probes import ProbeMap
 from pullback.report.wording import plain
 from pullback.runs.progress import Lines, Progress, Silent
 from pullback.runs.provenance import provenance
@@ -94,7 +94,7 @@ PAPER: dict[str, str] = {
 
 def run_ablation(
     name: str,
-    probe: AnyProbe,
+    probe: ProbeMap,
     train: TargetStore,
     held_out: TargetStore,
     *,

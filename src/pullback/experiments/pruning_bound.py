@@ -15,19 +15,20 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import Annotated, cast
 
 import torch
 import typer
 from torch import Tensor
 
+from pullback.backbones import Backbone
 from pullback.errors import PullbackError
 from pullback.experiments.command import Device, NewRowsOut, Row, RowFile, explained
 from pullback.geometry.importance import block_norms
 from pullback.geometry.scores import block_energies, exact_modes
 from pullback.geometry.theorem import PruningBound, pruning_bound
 from pullback.operators import JacobianOperator
-from pullback.probes import Features, MultiLayerProbe, ProbeMap, load_probe
+from pullback.probes import INPUTS, Features, ProbeMap, load_probe
 from pullback.pruning import Modes, PrunePlan, Score, ScoreContext, StageRecord, preset, run_pruned
 from pullback.randnla import Streams
 from pullback.runs.progress import Lines
@@ -36,7 +37,6 @@ from pullback.runs.rows import finite
 from pullback.scenes.render import normalised, render
 from pullback.scenes.splits import QUERIES
 
-AnyProbe = ProbeMap | MultiLayerProbe
 PRESETS = ("paper", "best")
 SCENES = "scenes"
 """The name of the procedural pictures in place of a folder: those that tiny-scenes is evaluated on."""
@@ -76,7 +76,7 @@ def plan_for(name: str, ratio: float, measured: Measured) -> PrunePlan:
     """
     probe = measured.runner
     dense = probe.decoder.rows is None
-    plan = preset(name, ratio, [probe.layer], dense=dense, depth=probe.backbone.depth)
+    plan = preset(name, ratio, probe.layers, dense=dense, depth=probe.backbone.depth)
     return plan if plan.reinsert != "none" else replace(plan, reinsert="frozen")
 
 
@@ -92,6 +92,7 @@ def bound_rows(
     first: int = 0,
 ) -> Iterator[Row]:
     """Rows for images [B, 3, H, W]: every image with every ratio and preset. Selection by the exact imp*."""
+    backbone = cast(Backbone, measured.runner.backbone)  # models of single images are ViTs
     for start in range(0, len(images), batch):
         part = images[start : start + batch]
         modes = once(exact_modes(measured.runner, rank))  # of the stage's tokens, which are the same for every plan
@@ -100,7 +101,7 @@ def bound_rows(
             for name in presets:
                 plan = plan_for(name, ratio, measured)
                 score = importance_of(modes)
-                run = run_pruned(measured.runner.backbone, part, plan, [score], layers=measured.layers, modes=modes)
+                run = run_pruned(backbone, part, plan, [score], layers=measured.layers, modes=modes)
                 pruned = dict(zip(measured.layers, run.taps, strict=True))
                 removed = removed_mask(run.records, unpruned[measured.layers[-1]])
                 known = {"preset": name, "ratio": ratio, "stage": measured.runner.layer, "reinsert": plan.reinsert}
@@ -123,20 +124,20 @@ def judged(
     layout, last = judge.backbone.token_layout(images), judge.backbone.depth - 1
     below = {layer: unpruned[layer] for layer in judge.decoder.layers if layer != last}
 
-    def read(quick: AnyProbe, exact: AnyProbe, layers: Sequence[int], held: dict[int, Tensor]) -> PruningBound:
+    def read(quick: ProbeMap, exact: ProbeMap, layers: Sequence[int], held: dict[int, Tensor]) -> PruningBound:
         full, reached = (torch.cat([taps[layer] for layer in layers], -1) for taps in (unpruned, pruned))
         norms = block_norms_of(quick, Features.attach(reached, layout, held), num_probes)
         constants = {layer: constant.double() for layer, constant in held.items()}
         start = Features.attach(full.double(), layout, constants)
         return pruning_bound(exact, start, reached.double(), removed, block_norms=norms)
 
-    yield "final", read(replace(runner, layer=last), judge, (last,), below)
+    yield "final", read(replace(runner, at=last), judge, (last,), below)
     if below:
-        quick, exact = (MultiLayerProbe(p.backbone, p.decoder, after_norm=False) for p in (runner, judge))
+        quick, exact = (ProbeMap(p.backbone, p.decoder, INPUTS, after_norm=False) for p in (runner, judge))
         yield "all", read(quick, exact, judge.decoder.layers, {})
 
 
-def block_norms_of(probe: AnyProbe, features: Tensor, num_probes: int | None) -> Tensor:
+def block_norms_of(probe: ProbeMap, features: Tensor, num_probes: int | None) -> Tensor:
     """|J_:,t|_F [B, N], exact or sampled, in the features' own precision."""
     operator, tokens = JacobianOperator(probe, features), features.shape[1]
     if num_probes is None:
@@ -152,8 +153,7 @@ def output_error(measured: Measured, unpruned: dict[int, Tensor], pruned: dict[i
     layout = backbone.token_layout(images)
 
     def decode(taps: dict[int, Tensor]) -> Tensor:
-        read = [taps[layer].double()[:, : decoder.rows] for layer in decoder.layers]
-        return decoder.decode([backbone.norm(tap) if decoder.normed else tap for tap in read], layout).flatten(1)
+        return decoder.output([taps[layer].double() for layer in decoder.layers], layout, backbone.norm).flatten(1)
 
     return (decode(unpruned) - decode(pruned)).norm(dim=1)
 

@@ -23,12 +23,15 @@ from rich import box
 from rich.table import Table
 from torch import Tensor
 
+from pullback.backbones import AnyBackbone, load_any_backbone
+from pullback.decoders import build_decoder
 from pullback.errors import PullbackError
 from pullback.experiments.command import Device, Row, RowFile, RowsOut, Vggt, explained
 from pullback.geometry import Tractability, diagnose, layer_multiplicity
 from pullback.geometry.diagnosis import Summary, summarize
 from pullback.geometry.spectrum import in_batches
 from pullback.operators import JacobianOperator, ProductCount
+from pullback.probes import INPUTS, ProbeMap
 from pullback.report.console import console
 from pullback.report.wording import UNKNOWN, lower_bound, plain, plus_minus, short_name
 from pullback.runs.progress import Lines
@@ -36,11 +39,7 @@ from pullback.runs.provenance import provenance, weights_hash
 from pullback.runs.rows import finite
 from pullback.scenes.render import render
 from pullback.scenes.splits import HELD_OUT
-from pullback.vggt.backbone import SceneBackbone, load_scene_backbone
-from pullback.vggt.decoders import build_scene_decoder
-from pullback.vggt.probes import SceneInputProbe, SceneProbe
 
-AnyProbe = SceneProbe | SceneInputProbe
 AT_LAYER, AT_HEAD = "layer", "x_vis"
 SECOND_RANK = 50
 """The paper also states kappa_cap(50) at x_vis."""
@@ -86,9 +85,9 @@ class Configuration:
     def at(self) -> str:
         return AT_HEAD if self.layer is None else AT_LAYER
 
-    def probe(self, backbone: SceneBackbone) -> AnyProbe:
-        decoder = build_scene_decoder(self.decoder, backbone)
-        return SceneInputProbe(backbone, decoder) if self.layer is None else SceneProbe(backbone, decoder, self.layer)
+    def probe(self, backbone: AnyBackbone) -> ProbeMap:
+        decoder = build_decoder(self.decoder, backbone)
+        return ProbeMap(backbone, decoder, INPUTS if self.layer is None else self.layer)
 
     def in_paper(self) -> Row | None:
         return None if self.paper is None else PAPER.get((self.paper, self.at))
@@ -120,15 +119,15 @@ def taxonomy_rows(model: str, settings: Settings, *, device: str = "auto", out: 
     views, view, scenes = settings.views, settings.view, settings.scenes
     if view is not None and not 0 <= view < views:
         raise PullbackError(f"view: expected one of the {views} views, 0 to {views - 1}, got {view}.")
-    backbone = replace(load_scene_backbone(model, device=device), name=short_name(model))
-    pixels = settings.size or backbone.model.config.img_size
+    backbone = replace(load_any_backbone(model, device=device), name=short_name(model))
+    pixels = settings.size or backbone.preprocessing.size
     shared = {"model": backbone.name, "weights": weights_hash(backbone.model), "first_seed": HELD_OUT}
     shared |= {"rank": settings.rank, "scenes": scenes, "views": views, "size": pixels, "seed": settings.seed}
     layer = backbone.depth // 2 if settings.layer is None else settings.layer
     backbone.check_layer(layer)
     known = RowFile(out, IDENTITY)
     images: Tensor | None = None
-    exact: SceneBackbone | None = None
+    exact: AnyBackbone | None = None
     for own in configurations(layer, views, view=view, full_depth=settings.full_depth):
         begun = {"decoder": own.decoder, "at": own.at, "layer": own.layer, **shared}
         row = known.find(begun)
@@ -136,7 +135,7 @@ def taxonomy_rows(model: str, settings: Settings, *, device: str = "auto", out: 
             if images is None:  # a file that holds every row needs none of this
                 seeds = range(HELD_OUT, HELD_OUT + scenes)
                 images = draw_scenes(seeds, size=pixels, views=views, device=backbone.device)
-                exact = load_scene_backbone(model, device=device, dtype=torch.float64)
+                exact = load_any_backbone(model, device=device, dtype=torch.float64)
             measured = measure(own, backbone, images, rank=settings.rank, seed=settings.seed, exact=exact)
             row = known.add(begun | measured | {"provenance": provenance(backbone.device)})
         yield row
@@ -144,12 +143,12 @@ def taxonomy_rows(model: str, settings: Settings, *, device: str = "auto", out: 
 
 def measure(
     configuration: Configuration,
-    backbone: SceneBackbone,
+    backbone: AnyBackbone,
     images: Tensor,
     *,
     rank: int,
     seed: int = 0,
-    exact: SceneBackbone | None = None,
+    exact: AnyBackbone | None = None,
 ) -> Row:
     """What one row says of scenes [B, S, 3, H, W]; ``exact``: the network in float64, for the rank of cameras."""
     probe = configuration.probe(backbone)
@@ -159,7 +158,7 @@ def measure(
     if exact is not None and configuration.decoder.startswith("camera"):
         found, spent["rank"] = numerical_ranks(configuration.probe(exact), images.double())
         row["jacobian_rank"] = {"least": min(found), "most": max(found), "bound": report.output_size}
-    if isinstance(probe, SceneInputProbe) and len(probe.layers) > 1:
+    if len(probe.layers) > 1:
         row |= multiplicity(probe, images, seed)
         spent["k_eff"] = multiplicity_products(len(images), len(probe.layers))
     total = sum(spent.values(), ProductCount())
@@ -194,7 +193,7 @@ def diagnosis_row(report: Tractability) -> Row:
     return row
 
 
-def numerical_ranks(probe: AnyProbe, images: Tensor) -> tuple[list[int], ProductCount]:
+def numerical_ranks(probe: ProbeMap, images: Tensor) -> tuple[list[int], ProductCount]:
     """rank(J) of every scene, from its dense matrix: singular values above max(M, N D) eps sigma_1 in float64."""
     features = probe.features(images)
 
@@ -210,7 +209,7 @@ def numerical_ranks(probe: AnyProbe, images: Tensor) -> tuple[list[int], Product
 _MULTIPLICITY_PROBES = 16
 
 
-def multiplicity(probe: SceneInputProbe, images: Tensor, seed: int) -> Row:
+def multiplicity(probe: ProbeMap, images: Tensor, seed: int) -> Row:
     """K_eff over scenes: how many independent layers the head reads."""
     found = layer_multiplicity(probe, images, num_probes=_MULTIPLICITY_PROBES, seed=seed)
     pairs = list(zip(found.value.tolist(), found.se.tolist(), strict=True))

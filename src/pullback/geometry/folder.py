@@ -1,50 +1,53 @@
 """What `pullback diagnose` does, without the terminal: a request in, files in a folder out.
 
-The folder is up to date after every layer, so that an interruption or a failing layer loses nothing before it.
+Samples of one shape are diagnosed together; samples that differ, such as scenes with different numbers of views, one
+after the other, and their diagnoses are joined. The folder is up to date after every layer, so that an interruption or
+a failing layer loses nothing before it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pullback.backbones import Backbone, load_backbone
+from pullback.backbones import AnyBackbone, Group, Samples, image_samples, load_any_backbone
 from pullback.data.images import ImageBatch
 from pullback.decoders import build_decoder, task_distance
-from pullback.geometry import Tractability, diagnose, layer_multiplicity
+from pullback.errors import PullbackError
+from pullback.geometry import SampleDiagnosis, Tractability, classify, diagnose, layer_multiplicity
+from pullback.geometry.diagnosis import join_tables
 from pullback.geometry.document import layer_result, multiplicity_result
-from pullback.probes import ProbeMap
-from pullback.probes.multi_layer import MultiLayerProbe
+from pullback.operators import ProductCount
+from pullback.probes import HOOKS, INPUTS, ProbeMap
 from pullback.randnla import Estimate
 from pullback.runs import documents as files
 from pullback.runs.files import make_folder, write_arrays, write_json
+from pullback.runs.progress import Progress, Silent
 from pullback.runs.provenance import provenance
-from pullback.vggt.backbone import SceneBackbone
-from pullback.vggt.probes import SceneInputProbe, SceneProbe
 
-MAX_THUMBNAILS = 8
-_THUMBNAIL_SIDE = 224
-
-HOOKS = "hooks"
-"""The layer that stands for all layers a dense decoder reads, side by side."""
-
-_Probe = TypeVar("_Probe", ProbeMap | MultiLayerProbe, SceneProbe | SceneInputProbe)
+_SEEDS = 3
+"""`diagnose` draws from this many seeds in a row; groups must not share them, or their errors would be correlated."""
 
 
 @dataclass(frozen=True)
 class DiagnosisRequest:
-    """Everything that decides the numbers. No ``layers``: the last but one."""
+    """Everything that decides the numbers.
+
+    No ``decoder``: the model's default, cls or (VGGT) camera. No ``layers``: the last but one; "hooks" is the decoder's
+    own input, all layers that it reads side by side.
+    """
 
     model: str
     images: str
-    decoder: str = "cls"
+    decoder: str | None = None
     layers: tuple[int | str, ...] = ()
     limit: int | None = None
     ranks: tuple[int, ...] = (20,)
@@ -58,138 +61,131 @@ class DiagnosisRequest:
     convergence_samples: int = 1
 
 
-class Watcher(Protocol):
-    """Hears how far the run is."""
-
-    def stage(self, text: str) -> None:
-        """Something of unknown length begins."""
-
-    def start(self, layers: Sequence[str], images: int, unit: str = "images") -> None:
-        """The work is known: so many images, or other units, at each of these layers."""
-
-    def layer(self, name: str) -> None:
-        """This layer begins."""
-
-    def advance(self, images: int) -> None:
-        """So many more images are done at this layer."""
-
-    def layer_done(self, result: dict[str, Any]) -> None:
-        """This layer is done and on disk."""
-
-
 def run_diagnosis(
-    request: DiagnosisRequest, out: Path, watch: Watcher, batch: ImageBatch | None = None
+    request: DiagnosisRequest,
+    out: Path,
+    progress: Progress | None = None,
+    *,
+    batch: ImageBatch | None = None,
+    on_layer: Callable[[dict[str, Any]], None] | None = None,
 ) -> dict[str, Any]:
     """Diagnose every layer, writing `diagnosis.json` and `importance.npz` after each; the former is also returned.
 
-    A ``batch`` is taken as it is; without one the images of the request are read, resized and cropped.
+    A ``batch`` of images is taken as it is; without one the samples of the request are read, resized and cropped.
+    ``on_layer`` is called with the entry of each layer in `diagnosis.json` when it is on disk.
     """
-    watch.stage(f"loading {request.model}")
-    backbone = load_backbone(request.model, device=request.device)
+    progress = progress or Silent()
+    progress.stage(f"loading {request.model}")
+    backbone = load_any_backbone(request.model, device=request.device)
+    request = replace(request, decoder=request.decoder or backbone.default_decoder)
     probes = build_probes(request, backbone)  # a wrong layer, decoder or size is found before anything is computed
-    size = _checked_size(request.size, backbone)
+    backbone.check_size(request.size)
     make_folder(out)
     if batch is None:
-        watch.stage(f"reading images from {request.images}")
-        batch = probes[0].read_images(request.images, size, request.limit)
-    paths = [str(path) for path in batch.paths]
-    samples = {
-        "image_files": paths,
-        "skipped": [{"file": str(image.path), "reason": image.reason} for image in batch.skipped],
-        "size": list(batch.pixels.shape[-2:]),
+        progress.stage(f"reading {backbone.unit} from {request.images}")
+        samples = backbone.read(request.images, request.size, request.limit)
+    else:
+        samples = image_samples(batch, backbone.pixel_format(), backbone.token_layout(batch.pixels))
+    progress.work("", len(probes) * len(samples), backbone.unit)
+    document: dict[str, Any] = {
+        **_settings(request, backbone, samples),
+        "complete": False,
+        "failure": None,
+        "layers": [],
     }
-    watch.start([files.layer_name(probe.layer) for probe in probes], len(batch))
-    return write_layers(
-        out,
-        watch,
-        settings(request, backbone, samples),
-        _thumbnails(batch, backbone),
-        paths,
-        probes,
-        lambda probe: _diagnose_layer(request, probe, batch, watch),
-    )
-
-
-def write_layers(
-    out: Path,
-    watch: Watcher,
-    settings: Mapping[str, Any],
-    pictures: Mapping[str, np.ndarray],
-    samples: Sequence[str],
-    probes: Sequence[_Probe],
-    measure: Callable[[_Probe], tuple[Tractability, Estimate | None]],
-) -> dict[str, Any]:
-    """`diagnosis.json` and `importance.npz` after every layer; the former is also returned.
-
-    ``measure`` gives the diagnosis of a probe over the ``samples`` (their names), and K_eff [B] if it has several
-    layers.
-    """
-    document: dict[str, Any] = {**settings, "complete": False, "failure": None, "layers": []}
-    arrays = dict(pictures)
+    arrays = dict(samples.arrays)
     for probe in probes:
         name = files.layer_name(probe.layer)
-        watch.layer(name)
+        progress.describe(name)
         try:
-            report, multiplicity = measure(probe)
+            report, multiplicity = _diagnose_layer(request, probe, samples, progress)
         except BaseException as error:
             _record_failure(out, document, probe.layer, error)
             raise
-        result = layer_result(report, samples)
+        result = layer_result(report, samples.names)
         if multiplicity is not None:
-            result["k_eff"] = multiplicity_result(multiplicity, probe.decoder.layers)
+            result["k_eff"] = multiplicity_result(multiplicity, probe.layers)
         document["layers"].append(result)
         document["complete"] = len(document["layers"]) == len(probes)
         arrays[name] = report.importance.float().numpy()
         write_arrays(out / files.IMPORTANCE, arrays)
         write_json(out / files.DIAGNOSIS, document)
-        watch.layer_done(result)
+        if on_layer is not None:
+            on_layer(result)
     return document
 
 
-def build_probes(request: DiagnosisRequest, backbone: Backbone) -> list[ProbeMap | MultiLayerProbe]:
+def build_probes(request: DiagnosisRequest, backbone: AnyBackbone) -> list[ProbeMap]:
     """One probe per distinct layer, all on the same backbone and decoder."""
-    decoder, distance = build_decoder(request.decoder, backbone), task_distance(request.distance)
+    decoder = build_decoder(request.decoder or backbone.default_decoder, backbone)
+    distance = task_distance(request.distance)
     layers = dict.fromkeys(request.layers or (backbone.default_layer,))
-    probes: list[ProbeMap | MultiLayerProbe] = []
-    for layer in layers:
-        if isinstance(layer, str):
-            probes.append(MultiLayerProbe(backbone, decoder, distance))
-        else:
-            probes.append(ProbeMap(backbone, decoder, layer, distance=distance))
+    probes = [ProbeMap(backbone, decoder, _place(layer), distance=distance) for layer in layers]
+    for probe in probes:
+        if request.precision == "bf16" and not probe.by_hand:
+            raise PullbackError(
+                f"precision: expected float32 or tf32 for {probe.name}, whose products have no bf16 form, got 'bf16'. "
+                "Use --precision tf32."
+            )
     return probes
 
 
+def _place(layer: int | str) -> Any:
+    return INPUTS if layer == HOOKS else layer
+
+
 def _diagnose_layer(
-    request: DiagnosisRequest, probe: ProbeMap | MultiLayerProbe, batch: ImageBatch, watch: Watcher
+    request: DiagnosisRequest, probe: ProbeMap, samples: Samples, progress: Progress
 ) -> tuple[Tractability, Estimate | None]:
-    report = diagnose(
-        probe,
-        batch.pixels,
-        request.ranks,
-        request.method,
-        seed=request.seed,
-        rtol=request.rtol,
-        precision=request.precision,
-        convergence_samples=request.convergence_samples,
-        on_progress=watch.advance,
-    )
-    if not isinstance(probe, MultiLayerProbe):
-        return report, None
-    watch.stage("alignment of the layers")
-    return report, layer_multiplicity(probe, batch.pixels, seed=request.seed)
+    """The diagnosis of all samples, and K_eff [B] of a probe of several layers."""
+    reports: list[Tractability] = []
+    done = 0
+    for index, group in enumerate(samples.groups):
+        with _named(group):
+            report = diagnose(
+                probe,
+                group.pixels,
+                request.ranks,
+                request.method,
+                seed=request.seed + _SEEDS * index,
+                rtol=request.rtol,
+                precision=request.precision,
+                convergence_samples=max(0, request.convergence_samples - done),
+                on_progress=progress.advance,
+            )
+        reports.append(report)
+        done += len(group.pixels)
+    if len(probe.layers) == 1:
+        return join_reports(reports), None
+    progress.stage("alignment of the layers")
+    found = [
+        layer_multiplicity(probe, group.pixels, seed=request.seed + _SEEDS * index)
+        for index, group in enumerate(samples.groups)
+    ]
+    multiplicity = Estimate(torch.cat([one.value for one in found]), torch.cat([one.se for one in found]))
+    return join_reports(reports), multiplicity
 
 
-def settings(
-    request: DiagnosisRequest, backbone: Backbone | SceneBackbone, samples: Mapping[str, Any]
-) -> dict[str, Any]:
-    """What `diagnosis.json` says besides its layers; ``samples`` is the part about the images."""
+@contextmanager
+def _named(group: Group) -> Iterator[None]:
+    """Let errors say which samples they are about."""
+    try:
+        yield
+    except PullbackError as error:
+        if not group.about:
+            raise
+        raise type(error)(f"{error} This is about {group.about}.") from None
+
+
+def _settings(request: DiagnosisRequest, backbone: AnyBackbone, samples: Samples) -> Mapping[str, Any]:
+    """What `diagnosis.json` says besides its layers."""
     return {
         "model": request.model,
         "family": backbone.family,
         "decoder": request.decoder,
         "distance": request.distance,
         "images": request.images,
-        **samples,
+        **samples.record,
         "limit": request.limit,
         "depth": backbone.depth,
         "ranks": list(request.ranks),
@@ -201,36 +197,61 @@ def settings(
     }
 
 
-def _checked_size(size: int | tuple[int, int] | None, backbone: Backbone) -> int | tuple[int, int]:
-    size = backbone.preprocessing.size if size is None else size
-    height, width = (size, size) if isinstance(size, int) else size
-    if min(height, width) > 0:  # the reader of images explains other sizes
-        backbone.token_layout(torch.empty(0, 3, height, width))
-    return size
-
-
-def _thumbnails(batch: ImageBatch, backbone: Backbone) -> dict[str, np.ndarray]:
-    """The first crops as the model saw them, de-normalised, and where the tokens sit on them."""
-    wanted, layout = backbone.preprocessing, backbone.token_layout(batch.pixels)
-    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (wanted.mean, wanted.std))
-    return {
-        "thumbnails": thumbnails(batch.pixels[:MAX_THUMBNAILS] * std + mean),
-        "grid": np.array(layout.grid),
-        "prefix": np.array(layout.prefix),
-    }
-
-
-def thumbnails(pixels: Tensor) -> np.ndarray:
-    """[B, 3, H, W] in [0, 1] -> uint8 [B, h, w, 3], small enough for a figure."""
-    longest = max(pixels.shape[-2:])
-    if longest > _THUMBNAIL_SIDE:
-        pixels = F.interpolate(pixels, scale_factor=_THUMBNAIL_SIDE / longest, mode="bilinear", antialias=True)
-    return (pixels.clamp(0, 1) * 255).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
-
-
 def _record_failure(out: Path, document: dict[str, Any], layer: int | str, error: BaseException) -> None:
     """Say in the file why layers are missing; with no layer at all, an earlier result in the folder is left alone."""
     reason = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error) or type(error).__name__
     document["failure"] = {"layer": layer, "reason": reason}
     if document["layers"]:
         write_json(out / files.DIAGNOSIS, document)
+
+
+# Diagnoses of samples that differ in shape, as the diagnosis of all of them
+
+
+def join_reports(reports: Sequence[Tractability]) -> Tractability:
+    """One report over all samples, its shape and its lowered ranks those of the largest Jacobian, its seed the first's.
+
+    A smaller Jacobian is one with rows of zeros below: further singular values are 0, and kappa at a rank that it does
+    not have is what it is at its own. Importance [B, N] has NaN behind the tokens of samples with fewer of them.
+    """
+    if len(reports) == 1:
+        return reports[0]
+    largest = max(reports, key=lambda report: (_max_rank(report), report.input_shape[0]))
+    joined = replace(
+        largest,
+        seed=reports[0].seed,
+        method=", ".join(dict.fromkeys(report.method for report in reports)),
+        samples=tuple(_extended(sample, report, largest) for report in reports for sample in report.samples),
+        convergence=join_tables([report.convergence for report in reports if report.convergence]),
+        importance=torch.cat(_padded([report.importance for report in reports])),
+        products=sum((report.products for report in reports), ProductCount()),
+        seconds=sum(report.seconds for report in reports),
+    )
+    regime = classify(
+        kappa=joined.kappa.mean,
+        effective_rank=joined.r_eff_slq.mean,
+        cv=joined.cv.mean,
+        rank=joined.rank,
+        max_rank=_max_rank(largest),
+        thresholds=joined.thresholds,
+    )
+    return replace(joined, regime=regime)
+
+
+def _max_rank(report: Tractability) -> int:
+    return min(report.output_size, math.prod(report.input_shape))
+
+
+def _extended(sample: SampleDiagnosis, own: Tractability, largest: Tractability) -> SampleDiagnosis:
+    """With the ranks and the number of singular values of the largest."""
+    missing = max(largest.ranks_used) - len(sample.singular_values)
+    return replace(
+        sample,
+        kappa={rank: sample.kappa[used] for rank, used in zip(largest.ranks_used, own.ranks_used, strict=True)},
+        singular_values=(*sample.singular_values, *(0.0,) * missing),
+    )
+
+
+def _padded(importance: Sequence[Tensor]) -> list[Tensor]:
+    longest = max(part.shape[1] for part in importance)
+    return [F.pad(part, (0, longest - part.shape[1]), value=math.nan) for part in importance]

@@ -10,6 +10,7 @@ from torch import Tensor
 from pullback.errors import ImageError, PullbackError
 from pullback.geometry.spectrum import Probe
 from pullback.operators import JacobianOperator, check_sensitive
+from pullback.probes import INPUTS, ProbeMap
 from pullback.randnla import Estimate, Streams
 from pullback.randnla.estimate import student_scale
 
@@ -33,7 +34,7 @@ def layer_multiplicity(probe: LayeredProbe, images: Tensor, *, num_probes: int =
         raise ImageError("images: expected at least one image, got an empty batch.")
     if num_probes < 2:
         raise PullbackError(f"num_probes: expected at least 2, for an error bar, got {num_probes}.")
-    if not hasattr(probe, "layers"):
+    if not hasattr(probe, "layers") or (isinstance(probe, ProbeMap) and probe.at != INPUTS):
         name = getattr(probe, "name", type(probe).__name__)
         raise PullbackError(
             f"probe: expected one of several layers side by side, got {name}, whose features are of one layer. Use "

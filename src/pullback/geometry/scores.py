@@ -148,12 +148,7 @@ def _per_part(probe: ProbeMap, tokens: Tensor, context: Context, work: Callable,
 
 def _from_here(probe: ProbeMap, context: Context, samples: slice) -> ProbeMap:
     """The probe map that starts at the stage's layer; with rotary positions, those of the tokens that are left."""
-    backbone = probe.backbone
-    tables = backbone.rope_tables
-    if tables is not None:
-        places = context.positions[samples]
-        backbone = replace(backbone, rope_tables=lambda layout: tables(layout).gather(places))
-    return replace(probe, backbone=backbone, layer=context.layer)
+    return replace(probe, backbone=probe.backbone.gathered(context.positions[samples]), at=context.layer)
 
 
 def _features(probe: ProbeMap, tokens: Tensor, context: Context) -> Tensor:
@@ -183,10 +178,10 @@ def _features(probe: ProbeMap, tokens: Tensor, context: Context) -> Tensor:
 
 
 def _check_probe(probe: ProbeMap) -> None:
-    if not isinstance(probe, ProbeMap):
+    if not isinstance(probe, ProbeMap) or not isinstance(probe.layer, int):
         raise PullbackError(
-            f"probe: expected a ProbeMap (pullback.load_probe), got {type(probe).__name__}: tokens of one layer are "
-            "scored, so the probe must start at one layer."
+            f"probe: expected a ProbeMap at a layer (pullback.load_probe), got {getattr(probe, 'name', type(probe))}: "
+            "tokens of one layer are scored, so the probe must start at one layer."
         )
 
 

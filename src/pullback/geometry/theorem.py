@@ -181,9 +181,10 @@ def pruning_bound(
 ) -> PruningBound:
     """Every term of the theorem for phi at F = ``full`` and F^ = ``pruned`` [B, N, D], T = ``removed`` [B, N] bool.
 
-    ``phi``: a `ProbeMap` at the last layer, a `MultiLayerProbe` (its tensor holds all layers that the decoder reads),
-    or any function [B, N, D] -> [B, ...] whose samples do not mix. ``full`` may carry layers below (`Features`); they
-    are the constants of phi at F^ too. Use float64: the remainder is a difference of nearly equal numbers.
+    ``phi``: a `ProbeMap` at the last layer, one at the decoder's inputs (its tensor holds all layers that the decoder
+    reads), or any function [B, N, D] -> [B, ...] whose samples do not mix. ``full`` may carry layers below
+    (`Features`); they are the constants of phi at F^ too. Use float64: the remainder is a difference of nearly equal
+    numbers.
     ``block_norms``: |J_:,t(F^)|_F [B, N] where they are known already, sampled or in a lower precision, which serves
     them well; otherwise they take min(M, N D) products.
     """

@@ -14,7 +14,7 @@ from pullback.errors import ModelError, ShapeError
 from pullback.learning.pretrained import Origin, Pretrained
 
 if TYPE_CHECKING:
-    from pullback.learning.train_head import AnyProbe
+    from pullback.probes import ProbeMap
     from pullback.targets.store import TargetStore
 
 
@@ -71,7 +71,7 @@ class ImportanceHead(Pretrained):
         return cls(config.dim, config.width, config.heads, config.rounds, config=config)
 
     @classmethod
-    def fit(cls, targets: TargetStore | Sequence[TargetStore], probe: AnyProbe, **options: Any) -> ImportanceHead:
+    def fit(cls, targets: TargetStore | Sequence[TargetStore], probe: ProbeMap, **options: Any) -> ImportanceHead:
         """Train a head on one or more target stores (`compute_targets`); the options are those of `train_head`."""
         from pullback.learning.train_head import train_head
         from pullback.targets.store import TargetStore

@@ -32,7 +32,7 @@ from pullback.learning.head import HeadConfig, ImportanceHead
 from pullback.learning.losses import conformal_loss
 from pullback.learning.pretrained import Origin
 from pullback.operators import LowRankMetric
-from pullback.probes import MultiLayerProbe, ProbeMap
+from pullback.probes import INPUTS, ProbeMap
 from pullback.runs.progress import Progress, Silent
 from pullback.runs.provenance import weights_hash
 from pullback.targets.compute import READERS
@@ -40,14 +40,13 @@ from pullback.targets.store import NOT_COMPARED, TargetStore
 from pullback.targets.table import TargetTable
 
 TARGETS = ("importance", "block-norm")
-AnyProbe = ProbeMap | MultiLayerProbe
 Reader = Callable[[Tensor], Tensor]
 """Row numbers [b] -> features [b, N, D]."""
 _BATCH = 64
 
 
 def train_head(
-    probe: AnyProbe,
+    probe: ProbeMap,
     train: Sequence[TargetStore],
     held_out: TargetStore | float = 0.1,
     *,
@@ -127,14 +126,14 @@ def new_head(
     return head.to(features.device).start_from(features, examples.target[rows])
 
 
-def check_stores(probe: AnyProbe, stores: Sequence[TargetStore]) -> None:
+def check_stores(probe: ProbeMap, stores: Sequence[TargetStore]) -> None:
     """Refuse targets of other features than the probe's."""
     asked: dict[str, Any] = {
         "family": probe.backbone.family,
         "weights": weights_hash(probe.backbone.model),
         "layer": probe.layer,
         "decoder": probe.decoder.name,
-        "after_norm": getattr(probe, "after_norm", None),
+        "after_norm": probe.after_norm if probe.at == INPUTS else None,
     }
     for store in stores:
         different = [name for name, value in asked.items() if store.config.get(name) != value]
@@ -145,7 +144,7 @@ def check_stores(probe: AnyProbe, stores: Sequence[TargetStore]) -> None:
             )
 
 
-def origin_of(probe: AnyProbe, rank: int, *sizes: tuple[int, int]) -> Origin:
+def origin_of(probe: ProbeMap, rank: int, *sizes: tuple[int, int]) -> Origin:
     """What a network is made for that was trained on this probe with images of these sizes."""
     return Origin(
         family=probe.backbone.family,
@@ -290,7 +289,7 @@ class StoredRows:
     @classmethod
     def of(
         cls,
-        probe: AnyProbe,
+        probe: ProbeMap,
         store: TargetStore,
         images: ImageSource | Source | None = None,
         *,
@@ -374,7 +373,7 @@ def readable_rows(source: ImageSource | Source, wanted: PixelFormat, limit: int 
     return rows
 
 
-def feature_reader(probe: AnyProbe, rows: Sequence[ImageRow], wanted: PixelFormat) -> Reader:
+def feature_reader(probe: ProbeMap, rows: Sequence[ImageRow], wanted: PixelFormat) -> Reader:
     """A reader that computes the features of these rows anew each time, on the probe's device.
 
     Where the decoder reads layers below the probe, the features carry them, as `probe.features` has them."""

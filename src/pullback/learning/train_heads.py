@@ -29,7 +29,7 @@ from pullback.learning.fit import CurrentBlock, Losses, Network, Share
 from pullback.learning.head import ImportanceHead
 from pullback.learning.losses import order_loss
 from pullback.learning.pretrained import Pretrained
-from pullback.learning.train_head import AnyProbe, HeadExamples, HeadTask, head_scores
+from pullback.learning.train_head import HeadExamples, HeadTask, head_scores
 from pullback.operators import JacobianOperator
 from pullback.probes import ProbeMap
 from pullback.randnla import Streams
@@ -44,7 +44,7 @@ class FreshCrops:
     accurate, or with ``rounds`` as `quick_importance` has it.
     """
 
-    probe: AnyProbe
+    probe: ProbeMap
     pictures: Tensor
     size: int
     block: int = 2048
@@ -174,7 +174,7 @@ def block_norms_of_layers(
     """
     backbone, decoder = probe.backbone, probe.decoder
     layout = backbone.token_layout(images)
-    rope, top = backbone.rope(layout), backbone.depth - 1
+    rope, top = backbone.tables(layout, images), backbone.depth - 1
     if not layers or list(layers) != sorted(set(layers)) or layers[-1] > max(decoder.layers):
         raise PullbackError(
             f"layers: expected different layers in ascending order, none above the last that the decoder reads "
@@ -189,8 +189,7 @@ def block_norms_of_layers(
         with torch.enable_grad():
             for layer in range(layers[0] + 1, top + 1):
                 states[layer] = backbone.blocks[layer](states[layer - 1], rope)
-            taps = [states[layer][:, : decoder.rows] for layer in decoder.layers]
-            output = decoder.decode([backbone.norm(tap) if decoder.normed else tap for tap in taps], layout).flatten(1)
+            output = decoder.output([states[layer] for layer in decoder.layers], layout, backbone.norm).flatten(1)
             wanted = [states[layer] for layer in layers]
             energy = torch.zeros(len(layers), *first.shape[:2], device=images.device)
             for count in range(num_probes):

@@ -24,7 +24,6 @@ from pullback.learning.fit import FitConfig, Losses, Network, Share, fit
 from pullback.learning.losses import alignment, direction_loss, distance_loss, energy_loss, subspace_loss
 from pullback.learning.spn import SpectralPullbackNetwork, SpnConfig, orthonormal_columns
 from pullback.learning.train_head import (
-    AnyProbe,
     Reader,
     feature_reader,
     hash_of,
@@ -35,6 +34,7 @@ from pullback.learning.train_head import (
     rows_of_table,
 )
 from pullback.operators import JacobianOperator, LinearOperator, LowRankMetric, check_sensitive
+from pullback.probes import ProbeMap
 from pullback.randnla import Streams, Svd, block_krylov, power_iteration
 from pullback.randnla.student import student_quantile
 from pullback.randnla.svd import exact_svd
@@ -51,7 +51,7 @@ MetricNetwork = Callable[[Tensor], LowRankMetric]
 
 
 def train_spn(
-    probe: AnyProbe,
+    probe: ProbeMap,
     images: ImageSource | Source,
     held_out: ImageSource | Source,
     *,
@@ -122,7 +122,7 @@ def train_spn(
 
 
 def held_out_modes(
-    probe: AnyProbe,
+    probe: ProbeMap,
     images: ImageSource | Source,
     rank: int,
     *,
@@ -140,7 +140,7 @@ def held_out_modes(
 
 
 def _modes(
-    probe: AnyProbe,
+    probe: ProbeMap,
     images: ImageSource | Source,
     rank: int,
     size: tuple[int, int],
@@ -222,7 +222,7 @@ Supervised = tuple[Tensor, Mapping[str, float]]
 
 
 def supervision_of(
-    name: str, probe: AnyProbe, *, power_iters: int, sketch_width: int | None, precision: str
+    name: str, probe: ProbeMap, *, power_iters: int, sketch_width: int | None, precision: str
 ) -> Supervision:
     """The supervision with this name on the command line."""
     choices: dict[str, Callable[[], Supervision]] = {

@@ -1,13 +1,13 @@
-"""Probe maps."""
+"""Probe maps: what is differentiated."""
 
-from pullback.probes.loading import load_probe
-from pullback.probes.multi_layer import MultiLayerProbe, multi_layer_probe
-from pullback.probes.probe import ProbeMap
+from pullback.probes.loading import load_probe, multi_layer_probe
+from pullback.probes.probe import HOOKS, INPUTS, ProbeMap
 from pullback.tokens import Features
 
 __all__ = [
+    "HOOKS",
+    "INPUTS",
     "Features",
-    "MultiLayerProbe",
     "ProbeMap",
     "load_probe",
     "multi_layer_probe",

@@ -1,23 +1,79 @@
-"""The probe map linearised: blocks by hand, the final norm by hand, the decoder by `torch.func`.
+"""A probe map linearised: blocks by hand, the final norm by hand, the decoder by `torch.func`.
 
     F^l --block l+1--> ... --block L-1--> F^{L-1};   every layer that the decoder reads --norm--> decoder --> y
 
 Forward: tangents run up the blocks and are collected where the decoder reads. Reverse: the decoder hands back one
 cotangent per layer read, and they join the one that runs down.
+
+`WeightedLinearization` puts L^T of an output metric in front of this or any other linearisation.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pullback.backbones import LinearizedBlock, LinearizedNorm, Norm
+from pullback.operators import Linearization
 from pullback.operators.linearization import Derivative
 
 Tail = Callable[..., Tensor]  # one tensor [B, n, D] per tap that follows the perturbation -> [B, ...]
+
+
+class ProbeLinearization:
+    """A `Linearization` of blocks, taps and decoder.
+
+    ``blocks[i]`` maps the state after i blocks to the state after i+1; ``taps`` maps such an index (0 is the probed
+    features themselves) to what the decoder reads there.
+    """
+
+    def __init__(
+        self,
+        features: Tensor,
+        blocks: Sequence[LinearizedBlock],
+        taps: dict[int, Tap],
+        tail: DecoderTail,
+        bytes_per_tangent: int,
+    ) -> None:
+        self.input_shape = tuple(features.shape[1:])
+        self._dtype = self._block_dtype = features.dtype
+        self.capturable = tail.linear
+        self._blocks, self._taps, self._tail = blocks, taps, tail
+        self.output = tail.output
+        self.bytes_per_tangent = bytes_per_tangent
+
+    def bfloat16(self) -> ProbeLinearization:
+        """The same linearisation with the blocks' products in bfloat16; norm, decoder and base point stay exact."""
+        lower = copy.copy(self)
+        lower._block_dtype = torch.bfloat16
+        lower._blocks = [block.to(torch.bfloat16) for block in self._blocks]
+        return lower
+
+    def pushforward(self, tangents: Tensor) -> Tensor:
+        read = []
+        for index in range(len(self._blocks) + 1):
+            if index in self._taps:
+                read.append(self._taps[index].jvp(tangents.to(self._dtype)))
+            if index < len(self._blocks):
+                tangents = self._blocks[index].jvp(tangents.to(self._block_dtype))
+        return self._tail.jvp(read)
+
+    def pullback(self, cotangents: Tensor) -> Tensor:
+        pulled = iter(reversed(self._tail.vjp(cotangents)))
+        running: Tensor | None = None
+        for index in range(len(self._blocks), -1, -1):
+            if index < len(self._blocks) and running is not None:
+                running = self._blocks[index].vjp(running.to(self._block_dtype))
+            if index in self._taps:
+                arriving = self._taps[index].vjp(next(pulled))
+                running = arriving if running is None else running + arriving
+        assert running is not None  # a probe map reads at least one layer that follows the perturbation
+        return running.to(self._dtype)
 
 
 class Tap:
@@ -83,61 +139,35 @@ class DecoderTail:
         return tuple(part.unflatten(0, cotangents.shape[:2]) for part in pulled)
 
 
-class ProbeLinearization:
-    """A `Linearization` of blocks, taps and decoder.
+class WeightedLinearization:
+    """A linearisation with L^T of an output metric in front: y becomes L^T y, and J becomes L^T J.
 
-    ``blocks[i]`` maps the state after i blocks to the state after i+1; ``taps`` maps such an index (0 is the probed
-    features themselves) to what the decoder reads there.
+    ``factor`` is L [B, M, k]; ``arithmetic`` the context in which the products compute.
     """
 
     def __init__(
-        self,
-        features: Tensor,
-        blocks: Sequence[LinearizedBlock],
-        taps: dict[int, Tap],
-        tail: DecoderTail,
-        factor: Tensor | None,
-        bytes_per_tangent: int,
+        self, inner: Linearization, factor: Tensor, arithmetic: Callable[[], AbstractContextManager[Any]]
     ) -> None:
-        self.input_shape = tuple(features.shape[1:])
-        self._dtype = self._block_dtype = features.dtype
-        self.capturable = tail.linear
-        self._blocks, self._taps, self._tail, self._factor = blocks, taps, tail, factor
-        self.output = tail.output if factor is None else _times(tail.output[:, None], factor)[:, 0]
-        self.bytes_per_tangent = bytes_per_tangent
+        self._inner, self._factor, self._arithmetic = inner, factor, arithmetic
+        self.input_shape, self.bytes_per_tangent = inner.input_shape, inner.bytes_per_tangent
+        self.capturable = getattr(inner, "capturable", False)
+        self.output = self._weighted(inner.output[:, None])[:, 0]
 
-    def bfloat16(self) -> ProbeLinearization:
-        """The same linearisation with the blocks' products in bfloat16; norm, decoder and base point stay exact."""
-        lower = copy.copy(self)
-        lower._block_dtype = torch.bfloat16
-        lower._blocks = [block.to(torch.bfloat16) for block in self._blocks]
-        return lower
+    @property
+    def bfloat16(self) -> Callable[[], WeightedLinearization]:
+        """Like the inner one's; absent where that has none."""
+        lower: Callable[[], Linearization] = self._inner.bfloat16  # type: ignore[attr-defined]
+        return lambda: WeightedLinearization(lower(), self._factor, self._arithmetic)
 
     def pushforward(self, tangents: Tensor) -> Tensor:
-        read = []
-        for index in range(len(self._blocks) + 1):
-            if index in self._taps:
-                read.append(self._taps[index].jvp(tangents.to(self._dtype)))
-            if index < len(self._blocks):
-                tangents = self._blocks[index].jvp(tangents.to(self._block_dtype))
-        out = self._tail.jvp(read)
-        return out if self._factor is None else _times(out, self._factor)
+        return self._weighted(self._inner.pushforward(tangents))
 
     def pullback(self, cotangents: Tensor) -> Tensor:
-        if self._factor is not None:
+        with self._arithmetic():
             cotangents = cotangents @ self._factor.mT
-        pulled = iter(reversed(self._tail.vjp(cotangents)))
-        running: Tensor | None = None
-        for index in range(len(self._blocks), -1, -1):
-            if index < len(self._blocks) and running is not None:
-                running = self._blocks[index].vjp(running.to(self._block_dtype))
-            if index in self._taps:
-                arriving = self._taps[index].vjp(next(pulled))
-                running = arriving if running is None else running + arriving
-        assert running is not None  # a probe map reads at least one layer that follows the perturbation
-        return running.to(self._dtype)
+        return self._inner.pullback(cotangents)
 
-
-def _times(output: Tensor, factor: Tensor) -> Tensor:
-    """L^T y on rows: [B, K, M] with L [B, M, k] -> [B, K, k]."""
-    return output @ factor
+    def _weighted(self, output: Tensor) -> Tensor:
+        """L^T y on rows: [B, K, M] -> [B, K, k]."""
+        with self._arithmetic():
+            return output @ self._factor

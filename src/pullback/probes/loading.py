@@ -3,53 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from typing import overload
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from pullback.backbones import load_backbone
-from pullback.decoders import Decoder, OutputMetric, TaskDistance, build_decoder, task_distance
-from pullback.probes.probe import ProbeMap
-from pullback.vggt.backbone import is_vggt
-from pullback.vggt.checkpoint import VGGT
-from pullback.vggt.probes import SceneProbe, refuse_pose_derivative, scene_probe
-
-
-@overload
-def load_probe(  # type: ignore[overload-overlap]  # a VGGT is a module too
-    model: VGGT,
-    decoder: str | Decoder = ...,
-    layer: int | None = ...,
-    *,
-    device: str | torch.device = ...,
-    dtype: torch.dtype = ...,
-    distance: str | TaskDistance | None = ...,
-    output_metric: OutputMetric | None = ...,
-    read_probe_layer: bool = ...,
-    pose_derivative: str = ...,
-) -> SceneProbe: ...
-
-
-@overload
-def load_probe(
-    model: str | os.PathLike[str] | nn.Module,
-    decoder: str | Callable[[Tensor], Tensor] | Decoder = ...,
-    layer: int | None = ...,
-    *,
-    device: str | torch.device = ...,
-    dtype: torch.dtype = ...,
-    distance: str | TaskDistance | None = ...,
-    output_metric: OutputMetric | None = ...,
-    read_probe_layer: bool = ...,
-    pose_derivative: str = ...,
-) -> ProbeMap: ...
+from pullback.backbones import load_any_backbone
+from pullback.decoders import DecoderChoice, OutputMetric, TaskDistance, build_decoder, task_distance
+from pullback.probes.probe import INPUTS, ProbeMap
 
 
 def load_probe(
     model: str | os.PathLike[str] | nn.Module,
-    decoder: str | Callable[[Tensor], Tensor] | Decoder = "cls",
+    decoder: DecoderChoice | None = None,
     layer: int | None = None,
     *,
     device: str | torch.device = "auto",
@@ -58,35 +23,49 @@ def load_probe(
     output_metric: OutputMetric | None = None,
     read_probe_layer: bool = True,
     pose_derivative: str = "exact",
-) -> ProbeMap | SceneProbe:
+) -> ProbeMap:
     """A frozen model, a decoder and a probe layer (default: the last but one) as a probe map.
 
-    ``model``: a hub id, a folder, an embedded name or a transformers module in evaluation mode.
-    ``decoder``: a name (`cls`, `projection`, `pool`, `mean`, `depth`, `depth-8x8`, `saliency`) or a function of the
-    last layer's normalised tokens, [B, N, D] -> [B, ...].
-
-    A VGGT (module, folder, file or hub id) gives the `SceneProbe` of `scene_probe`, with the decoders `camera`,
-    `camera-0`, `points`, `depth` and `depth-8x8`; ``pose_derivative`` is for its cameras alone.
+    ``model``: a hub id, a folder, an embedded name or a module in evaluation mode; `pullback ls` lists the families.
+    ``decoder``: a name that fits the model, such as cls (the default), mean, depth or depth-8x8, of a VGGT camera (the
+    default), camera-0, points or depth; a function of the last layer's normalised tokens, [B, N, D] -> [B, ...]; or a
+    `Decoder`. ``pose_derivative`` is for the cameras of a VGGT alone: "exact", or "official" as in the published code.
     """
-    if is_vggt(model):
-        return scene_probe(
-            model,  # type: ignore[arg-type]  # is_vggt has looked
-            decoder,  # type: ignore[arg-type]  # a function is refused by name
-            layer,
-            device=device,
-            dtype=dtype,
-            distance=distance,
-            output_metric=output_metric,
-            read_probe_layer=read_probe_layer,
-            pose_derivative=pose_derivative,
-        )
-    refuse_pose_derivative(pose_derivative)
-    backbone = load_backbone(model, device=device, dtype=dtype)
+    backbone = load_any_backbone(model, device=device, dtype=dtype)
     return ProbeMap(
         backbone,
-        build_decoder(decoder, backbone),
+        build_decoder(
+            backbone.default_decoder if decoder is None else decoder, backbone, pose_derivative=pose_derivative
+        ),
         backbone.default_layer if layer is None else layer,
         distance=task_distance(distance),
         output_metric=output_metric,
         read_probe_layer=read_probe_layer,
+    )
+
+
+def multi_layer_probe(
+    model: str | os.PathLike[str] | nn.Module,
+    decoder: DecoderChoice = "depth",
+    *,
+    device: str | torch.device = "auto",
+    dtype: torch.dtype = torch.float32,
+    distance: str | TaskDistance | None = None,
+    after_norm: bool = True,
+    output_metric: OutputMetric | None = None,
+    pose_derivative: str = "exact",
+) -> ProbeMap:
+    """A frozen model and one of its decoders, probed at what the decoder reads: all its layers side by side.
+
+    ``after_norm``: whether that is behind the final norm, as the decoder sees it, or before. No norm lies between the
+    blocks of a VGGT and its heads, so it makes no difference there. The other arguments are those of `load_probe`.
+    """
+    backbone = load_any_backbone(model, device=device, dtype=dtype)
+    return ProbeMap(
+        backbone,
+        build_decoder(decoder, backbone, pose_derivative=pose_derivative),
+        INPUTS,
+        distance=task_distance(distance),
+        output_metric=output_metric,
+        after_norm=after_norm,
     )

@@ -1,163 +1,265 @@
-"""The probe map psi_l: from the features of one layer through the remaining blocks and a decoder to the task output."""
+"""The probe map: from the features of one layer, or from a decoder's own inputs, to the task's output.
+
+    at = l:         psi(F^l) = distance(decoder(norm(taps of the layers it reads)))
+    at = "inputs":  psi(x)   = the same of x = [tap | tap | ...], the layers that the decoder reads side by side
+
+At a layer, layers that the decoder reads above it follow a change of F^l, layers below stay what the image made them.
+At the inputs no block lies between the probe and the decoder, and each layer may be perturbed on its own.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from pullback.backbones import Backbone, LinearizedBlock
-from pullback.data.images import ImageBatch, ImageSource, PixelFormat, read_images
-from pullback.decoders import Decoder, OutputMetric, TaskDistance, factor_at
-from pullback.errors import ShapeError
-from pullback.probes.following import AtLayer
-from pullback.probes.linearization import DecoderTail, ProbeLinearization, Tap
+from pullback.backbones import AnyBackbone, LinearizedBlock, Norm, State, unchanged
+from pullback.backbones.backbone import Size
+from pullback.data.images import ImageBatch, ImageSource, PixelFormat
+from pullback.decoders import Decoder, OutputMetric, TaskDistance, check_metric, factor_at
+from pullback.errors import DecoderError, ShapeError
+from pullback.operators import Linearization
+from pullback.probes.linearization import DecoderTail, ProbeLinearization, Tap, WeightedLinearization
 from pullback.tokens import Features, TokenLayout
 
-# images per forward pass when features are computed
+INPUTS: Literal["inputs"] = "inputs"
+HOOKS = "hooks"
+"""What files and the command line call the layer of a probe at the decoder's inputs."""
 FEATURE_BATCH = 32
+"""Images, or views, per forward pass when features are computed."""
 
 
-class WithImages:
-    """What every probe map takes from its backbone: device, and images read the way the backbone wants them."""
+@dataclass(frozen=True)
+class ProbeMap:
+    """A frozen backbone and a decoder, probed ``at`` a layer or at the decoder's own "inputs".
 
-    backbone: Backbone
+    ``distance``: a task distance behind the decoder. ``output_metric``: H = L L^T of the output; L^T comes in front of
+    the Jacobian, and the map itself stays as it is.
+
+    ``read_probe_layer``: whether the probe layer itself, when the decoder reads it, follows a change of F^l. True is
+    the derivative of the output; False is the paper's formula psi_l = phi(F^{l+1}, ...). Where a tap is more than F^l
+    (of VGGT: the frame half), only F^l follows.
+
+    ``after_norm``, at the inputs: whether x is what the decoder sees, or the blocks' outputs, with the norm inside the
+    probe map.
+    """
+
+    backbone: AnyBackbone
+    decoder: Decoder
+    at: int | Literal["inputs"]
+    distance: TaskDistance | None = None
+    output_metric: OutputMetric | None = None
+    read_probe_layer: bool = True
+    after_norm: bool = True
+
+    def __post_init__(self) -> None:
+        if self.at != INPUTS:
+            self.backbone.check_layer(self.at)
+        for layer in self.decoder.layers:
+            self.backbone.check_layer(layer)
+        if self._layer is not None and not self._following:
+            raise DecoderError(
+                f"layer: nothing that decoder {self.decoder.name!r} reads (layers {list(self.decoder.layers)}) follows "
+                f"a change at layer {self.at}. Probe a lower layer"
+                + (", or set read_probe_layer=True." if self.at in self.decoder.layers else ".")
+            )
+        check_metric(self.output_metric, self.decoder.name, distance=self.distance is not None)
+
+    # Where the probe sits
+
+    @property
+    def layer(self) -> int | str:
+        """The layer, or "hooks" at the decoder's inputs: as files and the command line call it."""
+        return HOOKS if self._layer is None else self._layer
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers whose tokens the features are, side by side."""
+        return self.decoder.layers if self._layer is None else (self._layer,)
+
+    @property
+    def name(self) -> str:
+        own = f"{self.backbone.name} {self.decoder.name}"
+        if self._layer is not None:
+            return f"{own} L{self._layer:02d}"
+        if self.backbone.views:
+            return f"{own} taps {list(self.layers)}"
+        return f"{own} layers {list(self.layers)} {'after' if self.after_norm else 'before'} the norm"
 
     @property
     def device(self) -> torch.device:
         return self.backbone.device
 
-    def read_images(
-        self, path: ImageSource, size: int | tuple[int, int] | None = None, limit: int | None = None
-    ) -> ImageBatch:
-        """Images with this backbone's normalisation and size, and which files were skipped."""
-        wanted = self.pixel_format(size)
-        return read_images(
-            path, wanted.size, mean=wanted.mean, std=wanted.std, limit=limit, interpolation=wanted.interpolation
-        )
+    @property
+    def by_hand(self) -> bool:
+        """Whether products run through blocks that were linearised by hand, which have a bf16 form."""
+        return self._layer is not None and bool(self.backbone.blocks)
 
-    def pixel_format(self, size: int | tuple[int, int] | None = None) -> PixelFormat:
-        """What this backbone wants to see, at its own size or another."""
-        wanted = self.backbone.preprocessing
-        return PixelFormat.of(wanted.size if size is None else size, wanted.mean, wanted.std, wanted.interpolation)
+    @property
+    def _layer(self) -> int | None:
+        """The layer, None at the decoder's inputs."""
+        return self.at if isinstance(self.at, int) else None
 
-    def load_images(
-        self, path: ImageSource, size: int | tuple[int, int] | None = None, limit: int | None = None
-    ) -> Tensor:
-        """[B, 3, H, W] with this backbone's normalisation; skipped files are named in one warning."""
-        batch = self.read_images(path, size, limit)
-        batch.warn_skipped(stacklevel=2)
-        return batch.pixels
+    @cached_property
+    def _following(self) -> tuple[int, ...]:
+        """The layers that the decoder reads and that follow a change of F^l: those above, and l itself if asked for."""
+        if self._layer is None:
+            return ()
+        first = self._layer if self.read_probe_layer else self._layer + 1
+        return tuple(sorted({read for read in self.decoder.layers if read >= first}))
 
+    @cached_property
+    def _held(self) -> tuple[int, ...]:
+        """The layers of which the decoder reads something that does not follow."""
+        if self._layer is None:
+            return ()
+        below = {read for read in self.decoder.layers if read <= self._layer}
+        more = self.backbone.tap_dim > self.backbone.dim  # a tap has a part besides F^l, which stays
+        return tuple(sorted(read for read in below if more or read not in self._following))
 
-@dataclass(frozen=True)
-class ProbeMap(AtLayer, WithImages):
-    """psi_l = distance(decoder(blocks l+1, ..., L-1 (F^l))), and L^T of an output metric in front of its Jacobian.
+    # Features
 
-    Layers that the decoder reads above l follow a change of F^l, layers below stay what the image made them. Whether
-    the probe layer itself, when the decoder reads it, follows too is ``read_probe_layer``: true by default, the honest
-    derivative of the output; the paper's formula psi_l = phi(F^{l+1}, ...) is the other choice.
-    """
+    @torch.no_grad()
+    def features(self, images: Tensor) -> Tensor:
+        """F^l of images [B, 3, H, W], [B, N, D], or x at the decoder's inputs, [B, N, K D].
 
-    backbone: Backbone
-    decoder: Decoder
-    layer: int
-    distance: TaskDistance | None = None
-    output_metric: OutputMetric | None = None
-    read_probe_layer: bool = True
+        Attached, where it is needed (`Features`): the token layout and, by layer, what the decoder reads of layers up
+        to l and a change of F^l does not reach.
+        """
+        samples = self.backbone.batch(images)
+        layout = self.backbone.token_layout(samples)
+        batches = samples.split(max(1, FEATURE_BATCH // layout.views))
+        states = [self.backbone.states(batch, (*self._held, *self.layers)) for batch in batches]
+        held = {layer: torch.cat([self._constant(state[layer], layer) for state in states]) for layer in self._held}
+        own = torch.cat([self._own(state) for state in states])
+        if not held and not self.backbone.views and layout.grid[0] == layout.grid[1]:
+            return own
+        return Features.attach(own, layout, held)
+
+    def _own(self, states: dict[int, State]) -> Tensor:
+        if self._layer is not None:
+            return states[self._layer].tokens
+        taps = [states[layer].tap() for layer in self.layers]
+        if self.after_norm and self.decoder.normed:
+            taps = [self.backbone.norm(tap) for tap in taps]
+        return torch.cat(taps, -1)
+
+    def _constant(self, state: State, layer: int) -> Tensor:
+        """What stays of a layer: of the probe layer that follows, its part besides F^l, else the whole tap."""
+        if layer not in self._following:
+            return state.tap()
+        assert state.beside is not None  # else the layer is not among those held
+        return state.beside
 
     def token_layout(self, features: Tensor) -> TokenLayout:
         """Where the tokens of these features sit."""
         known = getattr(features, "token_layout", None)
-        return known if isinstance(known, TokenLayout) else TokenLayout.square(features.shape[1], self.backbone.prefix)
+        if isinstance(known, TokenLayout):
+            return known
+        if self.backbone.views:  # their number alone does not tell how many views they are
+            raise ShapeError(
+                "features: expected what probe.features(scenes) returned (sums, scalings and batch slices of it keep "
+                f"the layout of the views), got a plain {type(features).__name__} {list(features.shape)}. Under "
+                "torch.func transforms use probe.bind(features)."
+            )
+        return TokenLayout.square(features.shape[1], self.backbone.prefix)
 
-    @torch.no_grad()
-    def features(self, images: Tensor) -> Tensor:
-        """F^l of images [B, 3, H, W]: [B, N, D], with what the decoder reads below attached."""
-        layout = self.backbone.token_layout(images)
-        below = tuple(layer for layer in self.decoder.layers if layer not in self._following)
-        parts = [self.backbone.features(part, (*below, self.layer)) for part in images.split(FEATURE_BATCH)]
-        tokens = {layer: torch.cat([part[layer] for part in parts]) for layer in parts[0]}
-        return self._attach(tokens.pop(self.layer), layout, tokens if below else {}, below)
-
-    def _attach(self, own: Tensor, layout: TokenLayout, tokens: dict[int, Tensor], below: Sequence[int]) -> Tensor:
-        constants = {layer: tokens.get(layer, own) for layer in below}
-        if not constants and layout.grid[0] == layout.grid[1]:
-            return own
-        return Features.attach(own, layout, constants)
+    # The map
 
     def __call__(self, features: Tensor) -> Tensor:
         """The decoder's output (after the task distance) at these features, differentiable: [B, ...]."""
         return self.bind(features)(features.as_subclass(torch.Tensor))
 
     def bind(self, features: Tensor) -> Callable[[Tensor], Tensor]:
-        """psi_l as a pure function of plain tensors, the layers below held: for torch.func and finite differences."""
-        _, layout, below = self._unpack(features)
-        rope, tail = self.backbone.rope(layout), self._tail(layout, below)
+        """The map as a pure function of plain tensors, all else held: for torch.func and finite differences."""
+        point, layout, held = self._unpack(features)
+        run = self._runner(self._layer, point, layout, held)
 
-        def bound(tokens: Tensor) -> Tensor:
-            states = {self.layer: tokens}
-            for layer in range(self.layer + 1, max(self._following) + 1):
-                states[layer] = self.backbone.blocks[layer](states[layer - 1], rope, self._rows(layer))
-            return tail(*(self._read(states[layer]) for layer in self._following))
+        def bound(x: Tensor) -> Tensor:
+            with self.backbone.arithmetic():
+                return self.output(run(x), layout)
 
         return bound
 
-    def linearize(self, features: Tensor) -> ProbeLinearization:
+    def _runner(
+        self, start: int | None, point: Tensor, layout: TokenLayout, held: dict[int, Tensor]
+    ) -> Callable[[Tensor], Sequence[Tensor]]:
+        """The function from x to the taps of the decoder's layers, in their order."""
+        if start is None:
+            return lambda x: x.chunk(len(self.layers), -1)
+        tables = self.backbone.tables(layout, point)
+        beside = held[start] if start in held and start in self._following else None
+
+        def run(x: Tensor) -> list[Tensor]:
+            taps, state = dict(held), State(x, beside)
+            for layer in range(start, max(self._following) + 1):
+                if layer > start:
+                    state = self.backbone.step(layer, state.tokens, layout, tables, self._rows(layer))
+                if layer in self._following:
+                    taps[layer] = state.tap()
+            return [taps[layer] for layer in self.decoder.layers]
+
+        return run
+
+    def output(self, taps: Sequence[Tensor], layout: TokenLayout) -> Tensor:
+        """From the taps of the decoder's layers, in their order, to the task's output: norm, decoder, task distance.
+
+        At the inputs, with ``after_norm``, the taps are behind the norm already.
+        """
+        norm = unchanged if self._layer is None and self.after_norm else self.backbone.norm
+        return self._measured(self.decoder.output(taps, layout, norm))
+
+    def _measured(self, output: Tensor) -> Tensor:
+        return output if self.distance is None else self.distance(output)
+
+    # Its derivative
+
+    def linearize(self, features: Tensor) -> Linearization:
         """The `Linearization` at these features that `JacobianOperator` multiplies with."""
-        tokens, layout, below = self._unpack(features)
+        point, layout, held = self._unpack(features)
+        if self._layer is not None and self.by_hand:
+            inner: Linearization = self._by_hand(self._layer, point, layout, held)
+        else:
+            inner = self.backbone.linearize(self.bind(features), point, layout, len(self.decoder.layers))
+        if self.output_metric is None:
+            return inner
+        with self.backbone.arithmetic():
+            factor = factor_at(self.output_metric, inner.output)
+        return WeightedLinearization(inner, factor, self.backbone.arithmetic)
+
+    def _by_hand(self, start: int, tokens: Tensor, layout: TokenLayout, held: dict[int, Tensor]) -> ProbeLinearization:
         norm = self.backbone.norm if self.decoder.normed else None
-        rope = self.backbone.rope(layout)
+        assert norm is None or isinstance(norm, Norm)  # of every backbone with blocks
+        rope = self.backbone.tables(layout, tokens)
         blocks: list[LinearizedBlock] = []
         taps: dict[int, Tap] = {}
         state = tokens
         with torch.no_grad():
-            for layer in range(self.layer, max(self._following) + 1):
-                if layer > self.layer:
+            for layer in range(start, max(self._following) + 1):
+                if layer > start:
                     blocks.append(LinearizedBlock(self.backbone.blocks[layer], state, rope, self._rows(layer)))
                     state = blocks[-1].output
                 if layer in self._following:
-                    taps[layer - self.layer] = Tap(state, norm, self.decoder.rows)
+                    taps[layer - start] = Tap(state, norm, self.decoder.rows)
+        constants = {layer: self.decoder.read(tap, self.backbone.norm) for layer, tap in held.items()}
+
+        def tail(*following: Tensor) -> Tensor:
+            """From what the decoder sees of the layers that follow, behind the norm, to the output."""
+            seen = constants | dict(zip(self._following, following, strict=True))
+            read = [seen[layer] for layer in self.decoder.layers]
+            return self._measured(self.decoder.output(read, layout, unchanged))
+
         linear = self.decoder.linear and self.distance is None
-        tail = DecoderTail(self._tail(layout, below), [tap.value for tap in taps.values()], linear=linear)
-        factor = None if self.output_metric is None else factor_at(self.output_metric, tail.output)
-        return ProbeLinearization(tokens, blocks, taps, tail, factor, self._bytes_per_tangent(tokens, tail.output))
+        end = DecoderTail(tail, [tap.value for tap in taps.values()], linear=linear)
+        return ProbeLinearization(tokens, blocks, taps, end, self._bytes_per_tangent(tokens, end.output))
 
     def _rows(self, layer: int) -> int | None:
         """Only the last block may compute fewer tokens: the others' outputs are keys and values of the next."""
         return self.decoder.rows if layer == max(self._following) else None
-
-    def _read(self, state: Tensor) -> Tensor:
-        read = state[:, : self.decoder.rows]
-        return self.backbone.norm(read) if self.decoder.normed else read
-
-    def _tail(self, layout: TokenLayout, below: dict[int, Tensor]) -> Callable[..., Tensor]:
-        """(taps that follow the perturbation) -> output, with the constant layers below filled in."""
-        constants = {layer: self._read(tokens) for layer, tokens in below.items()}
-
-        def tail(*following: Tensor) -> Tensor:
-            taps = constants | dict(zip(self._following, following, strict=True))
-            output = self.decoder.decode([taps[layer] for layer in self.decoder.layers], layout)
-            return output if self.distance is None else self.distance(output)
-
-        return tail
-
-    def _unpack(self, features: Tensor) -> tuple[Tensor, TokenLayout, dict[int, Tensor]]:
-        if features.ndim != 3 or features.shape[-1] != self.backbone.dim:
-            raise ShapeError(f"features: expected [B, N, {self.backbone.dim}], got {list(features.shape)}.")
-        needed = [layer for layer in self.decoder.layers if layer not in self._following]
-        below = getattr(features, "below", {})
-        lost = [layer for layer in needed if layer not in below]
-        if lost:
-            raise ShapeError(
-                f"features: decoder {self.decoder.name!r} also reads layers {lost}, which these features do not carry. "
-                "Pass what probe.features(images) returned (sums, scalings and batch slices of it keep them), or use "
-                "probe.bind(features) under torch.func transforms."
-            )
-        layout = self.token_layout(features)
-        return features.as_subclass(torch.Tensor), layout, {layer: below[layer] for layer in needed}
 
     def _bytes_per_tangent(self, tokens: Tensor, output: Tensor) -> int:
         """The widest moment of a product: a block's hidden layer and attention scores, or the decoder's maps."""
@@ -167,3 +269,39 @@ class ProbeMap(AtLayer, WithImages):
         inside = batch * count * (6 * dim + 2 * hidden + 2 * block.heads * count)
         dense = 0 if self.decoder.linear else 64 * output.numel() + 16 * len(self.decoder.layers) * tokens.numel()
         return max(inside, dense) * tokens.element_size()
+
+    def _unpack(self, features: Tensor) -> tuple[Tensor, TokenLayout, dict[int, Tensor]]:
+        """The features as a plain tensor, their layout, and what they carry of the layers held."""
+        width = self.backbone.tap_dim * len(self.layers) if self._layer is None else self.backbone.dim
+        if features.ndim != 3 or features.shape[-1] != width:
+            raise ShapeError(f"features: expected [B, N, {width}], got {list(features.shape)}.")
+        below = getattr(features, "below", {})
+        lost = [layer for layer in self._held if layer not in below]
+        if lost:
+            raise ShapeError(
+                f"features: decoder {self.decoder.name!r} also reads layers {lost}, which these features do not carry. "
+                "Pass what probe.features(images) returned (sums, scalings and batch slices of it keep them), or use "
+                "probe.bind(features) under torch.func transforms."
+            )
+        layout = self.token_layout(features)
+        return features.as_subclass(torch.Tensor), layout, {layer: below[layer] for layer in self._held}
+
+    # Images, as the backbone wants them
+
+    def pixel_format(self, size: Size = None) -> PixelFormat:
+        """What this backbone wants to see, at its own size or another."""
+        return self.backbone.pixel_format(size)
+
+    def read_images(self, path: ImageSource, size: Size = None, limit: int | None = None) -> ImageBatch:
+        """Images with this backbone's normalisation and size, and which files were skipped."""
+        return self.backbone.read_images(path, size, limit)
+
+    def load_images(self, path: ImageSource, size: Size = None, limit: int | None = None) -> Tensor:
+        """[B, 3, H, W] with this backbone's normalisation; skipped files are named in one warning."""
+        batch = self.read_images(path, size, limit)
+        batch.warn_skipped(stacklevel=2)
+        return batch.pixels
+
+    def load_views(self, path: ImageSource, size: int | None = None) -> Tensor:
+        """The views of one scene, for a backbone that takes several: [1, S, 3, H, W], ``size`` wide."""
+        return self.backbone.load_views(path, size)

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from pullback import registry
 from pullback.backbones import load_backbone
+from pullback.backbones.families import ASSEMBLE, FIXED_SIZE, assembler, check_output_class
 from pullback.backbones.loading import first_line, locate, read_config, reader_of, write_network
-from pullback.backbones.outputs import ASSEMBLE, FIXED_SIZE, assembler, check_output_class
 from pullback.errors import ModelError, PullbackError, ShapeError
 from pullback.pruning.forward import PrunedRun, forward, prepared
 from pullback.pruning.plan import PrunePlan

@@ -109,10 +109,7 @@ class Subject:
             return self._decoded(run.taps, images), run.records
 
     def _decoded(self, taps: Sequence[Tensor], images: Tensor) -> Tensor:
-        read = [tap[:, : self.decoder.rows] for tap in taps]
-        if self.decoder.normed:
-            read = [self.backbone.norm(tap) for tap in read]
-        return self.decoder.decode(read, self.backbone.token_layout(images)).float()
+        return self.decoder.output(taps, self.backbone.token_layout(images), self.backbone.norm).float()
 
     @contextmanager
     def arithmetic(self) -> Iterator[None]:

@@ -40,8 +40,10 @@ _TRUNCATION_SHARE = 0.2
 _MARGIN = 2
 """Blocks beyond that for the effective rank: deflation knows the trace of all of the space but the entropy of its inner
 part only, and two blocks are cheap beside the Lanczos runs whose noise they lower."""
-_NOTHING = 1e-9
-"""A smaller share in the tail is the round-off of a basis that holds everything: energies miss at most the tail."""
+_NOTHING = 1e-3
+"""A tail with a smaller share than this times the round-off counts as none: energies miss at most the tail."""
+_FINEST = 1e-6
+"""Without ``rtol`` no space is grown for the sake of a relative error below this, whatever the precision."""
 _MAX_TRACE_PROBES = 1024
 
 

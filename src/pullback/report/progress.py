@@ -1,8 +1,7 @@
-"""How far a run is: a live bar in a terminal, one line per finished layer anywhere else."""
+"""How far a run is: a live bar in a terminal, one line per finished part everywhere."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
@@ -14,7 +13,10 @@ from pullback.runs.documents import layer_name
 
 
 class ProgressDisplay:
-    """A `workflow.Watcher` for people. Use it as a context manager; it may hear several runs one after the other."""
+    """A `runs.progress.Progress` for people, as a context manager; it may hear several runs one after the other.
+
+    ``done`` are the parts that are finished and on disk, ``current`` the one that runs.
+    """
 
     def __init__(self, console: Console) -> None:
         self.done: list[str] = []
@@ -35,7 +37,6 @@ class ProgressDisplay:
         )
         self._work: TaskID | None = None
         self._stage: TaskID | None = None
-        self._layers: list[str] = []
         self._unit = "images"
 
     def __enter__(self) -> ProgressDisplay:
@@ -55,48 +56,37 @@ class ProgressDisplay:
         self._end_stage()
         self._stage = self._bar.add_task(text, total=None, count="")
 
-    def start(self, layers: Sequence[str], images: int, unit: str = "images") -> None:
-        self._layers = list(layers)
-        self.work("", len(layers) * images, unit)
-
     def work(self, what: str, total: int, unit: str) -> None:
-        """A bar for something else than layers, in place of the last one."""
+        """A bar of ``total`` units, in place of the last one."""
         self._end_stage()
         if self._work is not None:
             self._bar.remove_task(self._work)
-        self._unit = unit
+        self.current, self._unit = what or None, unit
         self._work = self._bar.add_task(what, total=total, count="")
 
     def describe(self, what: str) -> None:
-        if self._work is not None:
-            self._bar.update(self._work, description=what)
+        self._end_stage()
+        assert self._work is not None, "work comes first"
+        self.current = what
+        self._bar.update(self._work, description=what, count=self._count())
+
+    def advance(self, count: int) -> None:
+        assert self._work is not None, "work comes first"
+        self._bar.advance(self._work, count)
+        self._bar.update(self._work, count=self._count())
 
     def finished(self, part: str, line: str) -> None:
         self._end_stage()
         self.done.append(part)
+        self.current = None
         self._console.print(line, style="dim", markup=False)
 
-    def layer(self, name: str) -> None:
-        self._end_stage()
-        assert self._work is not None
-        self.current = name
-        place = f"layer {name} ({self._layers.index(name) + 1} of {len(self._layers)})"
-        self._bar.update(self._work, description=place, count=self._count())
-
-    def advance(self, count: int) -> None:
-        assert self._work is not None
-        self._bar.advance(self._work, count)
-        self._bar.update(self._work, count=self._count())
-
     def layer_done(self, result: dict[str, Any]) -> None:
-        self._end_stage()
+        """A layer of a diagnosis is finished; ``result`` is its entry in diagnosis.json."""
         name, count = layer_name(result["layer"]), result["num_images"]
-        self.done.append(name)
-        self.current = None
         line = f"{name}: κ({result['rank_used']}) = {percent(result['kappa'])}, regime ({result['regime']})"
         unit = self._unit.removesuffix("s") if count == 1 else self._unit
-        time = f"{count} {unit} in {result['seconds']:.1f} s"
-        self._console.print(f"{line}, {time}", style="dim", markup=False)
+        self.finished(name, f"{line}, {count} {unit} in {result['seconds']:.1f} s")
 
     def _count(self) -> str:
         task = next((task for task in self._bar.tasks if task.id == self._work), None)

@@ -26,7 +26,7 @@ from pullback.errors import ImageError, PullbackError
 from pullback.geometry.spectrum import Probe
 from pullback.operators import JacobianOperator, ProductCount
 from pullback.operators.execution import check_precision
-from pullback.probes import MultiLayerProbe, ProbeMap
+from pullback.probes import ProbeMap
 from pullback.randnla.modes import choose_method
 from pullback.randnla.svd import check_rank
 from pullback.targets.recipe import Recipe, targets_of
@@ -42,7 +42,7 @@ _NAMED = 5
 
 
 def compute_targets(
-    probe: ProbeMap | MultiLayerProbe,
+    probe: ProbeMap,
     source: ImageSource | Source,
     *,
     out: str | os.PathLike[str],
@@ -100,7 +100,7 @@ def compute_targets(
 
 
 def compute_table(
-    probe: ProbeMap | MultiLayerProbe,
+    probe: ProbeMap,
     source: ImageSource | Source,
     *,
     rank: int = 20,
@@ -258,7 +258,7 @@ def _groups(images: Iterator[list[_Row] | SkippedItem], skipped: list[SkippedIte
 
 
 def _checked(
-    probe: ProbeMap | MultiLayerProbe,
+    probe: ProbeMap,
     recipe: Recipe,
     size: int | tuple[int, int] | None,
     crops: int,

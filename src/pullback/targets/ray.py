@@ -22,7 +22,7 @@ import torch
 
 from pullback import errors
 from pullback.errors import PullbackError
-from pullback.probes import MultiLayerProbe, ProbeMap
+from pullback.probes import ProbeMap
 from pullback.targets.compute import Job, Work, compute_shard
 from pullback.targets.store import StoreWriter
 
@@ -31,7 +31,7 @@ TRIES = 5
 
 
 def compute_on_ray(
-    probe: ProbeMap | MultiLayerProbe,
+    probe: ProbeMap,
     left: Iterator[Work],
     job: Job,
     writer: StoreWriter,

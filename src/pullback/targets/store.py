@@ -33,7 +33,7 @@ from pullback.data.images import PixelFormat
 from pullback.data.sources import LISTED, Source, open_source
 from pullback.errors import PullbackError
 from pullback.operators import ProductCount
-from pullback.probes import MultiLayerProbe, ProbeMap
+from pullback.probes import INPUTS, ProbeMap
 from pullback.runs.files import make_folder, read_json, remove_unfinished, write_atomic, write_json
 from pullback.runs.provenance import weights_hash
 from pullback.runs.settings import check_settings
@@ -194,13 +194,12 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def configuration(
-    probe: ProbeMap | MultiLayerProbe, recipe: Recipe, pixels: PixelFormat, *, crops: int, seed: int, source: str
+    probe: ProbeMap, recipe: Recipe, pixels: PixelFormat, *, crops: int, seed: int, source: str
 ) -> dict[str, Any]:
     """Everything that decides the rows, as plain JSON."""
     backbone = probe.backbone
     height, width = pixels.size
     layout = backbone.token_layout(torch.empty(0, 3, height, width))
-    layers = probe.layers if isinstance(probe, MultiLayerProbe) else (probe.layer,)
     return {
         "format": FORMAT,
         "pullback": __version__,
@@ -214,7 +213,7 @@ def configuration(
         **_probe_choices(probe),
         **asdict(recipe),
         "tokens": layout.tokens,
-        "dim": backbone.dim * len(layers),
+        "dim": backbone.dim * len(probe.layers),
         "grid": list(layout.grid),
         "prefix": layout.prefix,
         "size": [height, width],
@@ -229,9 +228,10 @@ def configuration(
     }
 
 
-def _probe_choices(probe: ProbeMap | MultiLayerProbe) -> dict[str, Any]:
-    if isinstance(probe, MultiLayerProbe):
-        return {"after_norm": probe.after_norm}
+def _probe_choices(probe: ProbeMap) -> dict[str, Any]:
+    if probe.at == INPUTS:
+        metric = {} if probe.output_metric is None else {"output_metric": _name(probe.output_metric)}
+        return {"after_norm": probe.after_norm, **metric}
     return {"read_probe_layer": probe.read_probe_layer, "output_metric": _name(probe.output_metric)}
 
 

@@ -1,47 +1,59 @@
-"""VGGT as probes see it: a backbone of scenes, whose samples are several views at once.
+"""VGGT as probes see it: a backbone whose samples are several views of a scene at once.
 
 Layer l is the state after global block l, F^l [B, N, C] with the tokens of all views. What heads read of a layer, its
-tap [B, N, 2C], is the output of frame block l beside F^l, so one step of this backbone has two results.
+tap [B, N, 2C], is the output of frame block l beside F^l; no norm stands in between. Products with the Jacobian come
+from `torch.func`: here is what that needs to know, the memory that a tangent takes, and that autocast must be off.
 """
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Sequence
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import NamedTuple
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from pullback.backbones.loading import check_evaluation_mode, resolve_device
-from pullback.errors import ModelError
-from pullback.models.embedded import EMBEDDED
+from pullback.backbones import AnyBackbone, Preprocessing, Samples, State, unchanged
+from pullback.backbones.backbone import Size
+from pullback.data.images import ImageSource, PixelFormat
+from pullback.errors import ModelError, PullbackError
+from pullback.operators import FunctionLinearization
 from pullback.tokens import TokenLayout
-from pullback.vggt.checkpoint import CONFIG, MODEL_TYPE, VGGT
+from pullback.vggt.checkpoint import VGGT
 from pullback.vggt.network.rope import Rope
+from pullback.vggt.views import check_width, load_views, read_scenes, view_samples
+
+MAX_ELEMENTS = 1 << 30
+"""Of one tensor inside a product. Memory would hold more, but some kernels (resizing) count with 32 bits."""
 
 
-class Step(NamedTuple):
-    """What frame block l and global block l return, [B, N, C] both."""
+def adapt(model: VGGT, name: str) -> VGGTBackbone:
+    """What `pullback.registry` makes a backbone of a VGGT with."""
+    own = model.config
+    return VGGTBackbone(
+        name=name,
+        family=own.model_type,
+        model=model,
+        norm=unchanged,
+        prefix=own.prefix,
+        patch_size=own.patch_size,
+        # views are handed over in [0, 1], and normalised inside the network
+        preprocessing=Preprocessing((0.0, 0.0, 0.0), (1.0, 1.0, 1.0), own.img_size),
+        hook_layers=own.hook_layers,
+    )
 
-    frame: Tensor
-    tokens: Tensor  # F^l
 
-    def tap(self) -> Tensor:
-        """[B, N, 2C], frame half first."""
-        return torch.cat([self.frame, self.tokens], -1)
+@dataclass(frozen=True, kw_only=True)
+class VGGTBackbone(AnyBackbone):
+    """A frozen VGGT: embed the views of scenes [B, S, 3, H, W] (or of one, [S, 3, H, W]), run any range of layers."""
 
+    views: ClassVar[bool] = True
+    unit: ClassVar[str] = "scenes"
+    default_decoder: ClassVar[str] = "camera"
 
-@dataclass(frozen=True)
-class SceneBackbone:
-    """A frozen VGGT: embed the views of scenes, run any range of blocks on their tokens."""
-
-    name: str
     model: VGGT
-    family: str = MODEL_TYPE
 
     @property
     def depth(self) -> int:
@@ -49,21 +61,13 @@ class SceneBackbone:
 
     @property
     def dim(self) -> int:
-        """C, the width of F^l; a tap is twice as wide."""
+        """C, the width of F^l."""
         return self.model.config.embed_dim
 
     @property
-    def prefix(self) -> int:
-        """Tokens of each view before its patches: its camera token and registers."""
-        return self.model.config.prefix
-
-    @property
-    def hook_layers(self) -> tuple[int, ...]:
-        return self.model.config.hook_layers
-
-    @property
-    def default_layer(self) -> int:
-        return max(0, self.depth - 2)
+    def tap_dim(self) -> int:
+        """Frame half and global half."""
+        return 2 * self.dim
 
     @property
     def device(self) -> torch.device:
@@ -73,76 +77,122 @@ class SceneBackbone:
     def dtype(self) -> torch.dtype:
         return self.model.aggregator.camera_token.dtype
 
+    def batch(self, images: Tensor) -> Tensor:
+        """[S, 3, H, W] is one scene, as for the network itself; what else does not fit is refused there."""
+        return images[None] if images.ndim == 4 else images
+
     def token_layout(self, images: Tensor) -> TokenLayout:
-        """Of scenes [B, S, 3, H, W], or of one scene [S, 3, H, W]."""
-        return self.model.aggregator.token_layout(as_scenes(images))
+        return self.model.aggregator.token_layout(self.batch(images))
 
-    def steps(self, images: Tensor, layers: Sequence[int]) -> dict[int, Step]:
-        """Both results of several layers of scenes [B, S, 3, H, W], in one pass."""
-        trunk = self.model.aggregator
-        state = trunk.embed(images)
-        tokens, layout = state.tokens, state.layout
-        ropes, kept = self.ropes(layout, tokens), {}
-        for layer in range(max(layers) + 1):
-            step = self.step(layer, tokens, layout, ropes)
-            tokens = step.tokens
-            if layer in layers:
-                kept[layer] = step
-        return kept
+    def embed(self, images: Tensor) -> Tensor:
+        return self.model.aggregator.embed(self.batch(images)).tokens
 
-    def ropes(self, layout: TokenLayout, like: Tensor) -> tuple[Rope, Rope]:
-        """Rotary tables for one view and for all; constants of a layout, so they are made once."""
+    def tables(self, layout: TokenLayout, like: Tensor) -> tuple[Rope, Rope]:
+        """Rotary tables for one view and for all."""
         return self.model.aggregator.ropes(layout, like)
 
-    def step(self, layer: int, tokens: Tensor, layout: TokenLayout, ropes: tuple[Rope, Rope]) -> Step:
-        """F^{layer-1} [B, N, C] through frame and global block ``layer``."""
-        return Step(*self.model.aggregator.step(layer, tokens, layout.views, ropes))
+    def step(
+        self, layer: int, tokens: Tensor, layout: TokenLayout, tables: tuple[Rope, Rope], rows: int | None = None
+    ) -> State:
+        """F^{layer-1} [B, N, C] through frame and global block ``layer``, always all tokens."""
+        frame, tokens = self.model.aggregator.step(layer, tokens, layout.views, tables)
+        return State(tokens, beside=frame)
 
     def check_layer(self, layer: int) -> None:
         if isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer < self.depth:
             raise ModelError(
                 f"layer: expected a layer of the aggregator from 0 to {self.depth - 1} ({self.name} has {self.depth}; "
                 f"layer l is the state after global block l), got {layer!r}. The heads' own input is "
-                "multi_layer_probe(...)."
+                "multi_layer_probe(...), on the command line --layer hooks."
             )
 
+    def check_size(self, size: Size) -> None:
+        if isinstance(size, tuple):
+            raise PullbackError(
+                f"size: expected the width of the views, such as 518, since the height of each follows from its "
+                f"picture; got {size[0]}x{size[1]}. Use {size[1]}."
+            )
+        if size is not None:
+            check_width(size, self.patch_size)
 
-def as_scenes(images: Tensor) -> Tensor:
-    """[S, 3, H, W] is one scene, as for the network itself; what else does not fit is refused there."""
-    return images[None] if images.ndim == 4 else images
+    def read(self, path: ImageSource, size: Size = None, limit: int | None = None) -> Samples:
+        """Every folder that holds images is a scene; ``size`` is the width of its views."""
+        self.check_size(size)
+        width = size if isinstance(size, int) else self.preprocessing.size
+        found = read_scenes(path, size=width, patch_size=self.patch_size, limit=limit)
+        return view_samples(found, [self.token_layout(scene.views) for scene in found.scenes])
+
+    def load_views(self, path: ImageSource, size: int | None = None) -> Tensor:
+        """The views of one scene as this network wants them, [1, S, 3, H, W]: ``size`` wide, sides whole patches."""
+        width = self.preprocessing.size if size is None else size
+        return load_views(path, size=width, patch_size=self.patch_size)[None]
+
+    def pixel_format(self, size: Size = None) -> PixelFormat:
+        raise PullbackError(
+            f"probe: expected one of single images, got {self.name}, whose samples are scenes of several views. Take "
+            "targets_of(probe, probe.features(scenes)) instead."
+        )
+
+    def arithmetic(self) -> AbstractContextManager[Any]:
+        """Probe maps and their products compute in the dtype of the features: these may be made under autocast, but it
+        cannot be batched over tangents, and would make J^T another matrix than J."""
+        return torch.autocast(self.device.type, enabled=False)
+
+    def linearize(
+        self, function: Callable[[Tensor], Tensor], point: Tensor, layout: TokenLayout, reads: int
+    ) -> ViewsLinearization:
+        cost = tangent_cost(self, layout, point, dense=reads > 1)
+        with self.arithmetic():
+            return ViewsLinearization(function, point, cost, self.arithmetic)
 
 
-def is_vggt(model: str | os.PathLike[str] | nn.Module) -> bool:
-    """A VGGT module; a .safetensors file; a folder (or embedded name) whose config.json says so; or a hub id with VGGT
-    in its name. The hub's own config.json has no model_type, and is not fetched to ask."""
-    if isinstance(model, nn.Module):
-        return isinstance(model, VGGT)
-    name = os.fspath(model)
-    path = EMBEDDED.get(name, Path(name))
-    if path.is_dir():
-        return _says_vggt(path / CONFIG)
-    return path.suffix == ".safetensors" or "vggt" in name.lower()
+@dataclass(frozen=True)
+class TangentCost:
+    """What one tangent of all samples of a batch takes inside a product."""
+
+    bytes: int  # at the widest moment
+    largest: int  # elements of the largest tensor
 
 
-def _says_vggt(config: Path) -> bool:
-    try:
-        return json.loads(config.read_text(encoding="utf-8")).get("model_type") == MODEL_TYPE
-    except (OSError, ValueError, AttributeError):
-        return False
+def tangent_cost(backbone: VGGTBackbone, layout: TokenLayout, point: Tensor, *, dense: bool) -> TangentCost:
+    """The widest moment is a global block, or the finest maps of a ``dense`` head.
+
+    The factors are from peak memory on a CPU, where they are 1.4 to 1.6 times what products took; convolutions on a GPU
+    want some room to work in.
+    """
+    own, tokens = backbone.model.config, layout.tokens
+    hidden = int(own.embed_dim * own.mlp_ratio)
+    scores = own.num_heads * tokens**2
+    block = tokens * (8 * own.embed_dim + 3 * hidden) + 4 * scores
+    # 8 x 8 pixels a patch before the last resizing, with all channels, then full resolution with half of them
+    pixels = layout.views * layout.patches * own.dpt_features
+    finest = pixels * max(64, own.patch_size**2 // 2)
+    elements = max(block, 8 * finest) if dense else block
+    largest = max(scores, finest) if dense else scores
+    return TangentCost(len(point) * elements * point.element_size(), len(point) * largest)
 
 
-def load_scene_backbone(
-    model: str | os.PathLike[str] | VGGT,
-    *,
-    device: str | torch.device = "auto",
-    dtype: torch.dtype = torch.float32,
-) -> SceneBackbone:
-    """A frozen VGGT in evaluation mode. A module that is passed in is used as it is, on its device and in its dtype."""
-    if isinstance(model, VGGT):
-        check_evaluation_mode(model, "model")
-        return SceneBackbone(type(model).__name__, model)
-    if isinstance(model, nn.Module):
-        raise ModelError(f"model: expected a VGGT (pullback.VGGT), a hub id or a folder, got {type(model).__name__}.")
-    name = os.fspath(model)
-    loaded = VGGT.from_pretrained(name, device=resolve_device(device), dtype=dtype)
-    return SceneBackbone(name, loaded.requires_grad_(False))
+class ViewsLinearization(FunctionLinearization):
+    """Products in as many pieces as the kernels can count, under the arithmetic of the backbone: the derivative of an
+    operation runs under the autocast of the moment, not under that of the operation."""
+
+    def __init__(
+        self,
+        function: Callable[[Tensor], Tensor],
+        point: Tensor,
+        cost: TangentCost,
+        arithmetic: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        super().__init__(function, point)
+        self.bytes_per_tangent = cost.bytes
+        self._most, self._arithmetic = max(1, MAX_ELEMENTS // cost.largest), arithmetic
+
+    def pushforward(self, tangents: Tensor) -> Tensor:
+        return self._in_pieces(super().pushforward, tangents)
+
+    def pullback(self, cotangents: Tensor) -> Tensor:
+        return self._in_pieces(super().pullback, cotangents)
+
+    def _in_pieces(self, product: Callable[[Tensor], Tensor], stack: Tensor) -> Tensor:
+        with self._arithmetic():
+            return torch.cat([product(part) for part in stack.split(self._most, 1)], 1)

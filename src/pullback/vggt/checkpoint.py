@@ -22,7 +22,7 @@ from pullback.errors import ModelError
 from pullback.models.embedded import EMBEDDED
 from pullback.vggt.network import VGGTConfig, VGGTNetwork
 
-CONFIG, WEIGHTS, MODEL_TYPE = "config.json", "model.safetensors", "vggt"
+CONFIG, WEIGHTS, MODEL_TYPE = "config.json", "model.safetensors", VGGTConfig.model_type
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 _NAMED_IN_MESSAGES = 3
 
@@ -79,6 +79,11 @@ class VGGT(VGGTNetwork):
         save_file(tensors, path / f".{WEIGHTS}.part", metadata={"format": "pt"})
         os.replace(path / f".{WEIGHTS}.part", path / WEIGHTS)
         return path
+
+
+def load_vggt(name: str, device: torch.device, dtype: torch.dtype) -> VGGT:
+    """What `pullback.registry` loads a VGGT with."""
+    return VGGT.from_pretrained(name, device=device, dtype=dtype)
 
 
 def _place(name: str | os.PathLike[str]) -> str:

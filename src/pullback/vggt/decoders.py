@@ -1,15 +1,16 @@
 """The heads of VGGT as decoders of the taps [B, N, 2C] that they read: cameras, points, depth.
 
 camera      translation 3, quaternion 4 (scalar last), field of view 2, of every view        M = 9 S
-camera-v    the same of view v alone                                                         M = 9
+camera-V    the same of view V alone                                                         M = 9
 points      64 points of the scene (points-K: K of them), see `point_pixels`                 M = 3 K
 depth       the depth map of every view                                                      M = S H W
 depth-GxG   each view's map averaged down to G x G cells                                     M = S G G
+
+`pullback.registry` holds these names; numbers in a name reach the functions here as they were written.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,75 +18,60 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pullback.decoders.decoder import Decoder
+from pullback.decoders import Decoder
+from pullback.decoders.dense import depth_name
 from pullback.errors import DecoderError
 from pullback.tokens import TokenLayout
-from pullback.vggt.backbone import SceneBackbone
+from pullback.vggt.backbone import VGGTBackbone
 
 POINTS = 64
 PLASTIC = 1.32471795724474602596
 """The positive root of x^3 = x + 1: its powers are the golden ratio of the plane (the R2 sequence, Roberts 2018)."""
-SCENE_DECODERS = ("camera", "camera-0 (any view)", "points", "points-128 (any number)", "depth", "depth-8x8 (any size)")
 _DERIVATIVES = ("exact", "official")
 
 
-def build_scene_decoder(choice: str | Decoder, backbone: SceneBackbone, *, pose_derivative: str = "exact") -> Decoder:
-    """A decoder by name, or one of your own. ``pose_derivative`` is what a camera decoder's derivative goes through:
-    all rounds of the refinement ("exact") or, as in the published code, the last correction alone ("official")."""
+def camera(backbone: VGGTBackbone, view: str | int | None = None, *, pose_derivative: str = "exact") -> Decoder:
+    """Pose encodings [B, S, 9], or [B, 9] of one view, of the last round. It reads the last layer alone.
+
+    ``pose_derivative`` is what the derivative goes through: all rounds of the refinement ("exact") or, as in the
+    published code, the last correction alone ("official").
+    """
     if pose_derivative not in _DERIVATIVES:
         raise DecoderError(
             f"pose_derivative: expected 'exact' (through all rounds) or 'official' (the last correction alone, as "
             f"published), got {pose_derivative!r}."
         )
-    if isinstance(choice, Decoder):
-        return choice
-    name = str(choice)
-    if match := re.fullmatch(r"camera(?:-(\d+))?", name):
-        return camera(backbone, int(match[1]) if match[1] else None, pose_derivative)
-    if match := re.fullmatch(r"points(?:-([1-9]\d*))?", name):
-        return points(backbone, int(match[1]) if match[1] else POINTS)
-    if match := re.fullmatch(r"depth(?:-([1-9]\d*)x([1-9]\d*))?", name):
-        return depth(backbone, (int(match[1]), int(match[2])) if match[1] else None)
-    raise DecoderError(
-        f"decoder: expected one of {', '.join(SCENE_DECODERS)}, or a Decoder of the taps, for {backbone.name}, got "
-        f"{choice!r}."
-    )
-
-
-def camera(backbone: SceneBackbone, view: int | None, pose_derivative: str) -> Decoder:
-    """Pose encodings [B, S, 9], or [B, 9] of one view, of the last round. It reads the last layer alone."""
-    head = _head(backbone, "camera")
+    head, number = _head(backbone, "camera"), None if view is None else int(view)
 
     def decode(taps: Sequence[Tensor], layout: TokenLayout) -> Tensor:
         poses = head(per_view(taps[0], layout), derivative=pose_derivative)[-1]
-        return poses if view is None else poses[:, _checked(view, layout)]
+        return poses if number is None else poses[:, _checked(number, layout)]
 
-    name = "camera" if view is None else f"camera-{view}"
+    name = "camera" if number is None else f"camera-{number}"
     name = name if pose_derivative == "exact" else f"{name} (official derivative)"
     return Decoder(name, (backbone.depth - 1,), decode, normed=False)
 
 
-def points(backbone: SceneBackbone, count: int) -> Decoder:
+def points(backbone: VGGTBackbone, count: str | int = POINTS) -> Decoder:
     """World points [B, count, 3] at `point_pixels`."""
-    head = _head(backbone, "point")
+    head, number = _head(backbone, "point"), int(count)
 
     def decode(taps: Sequence[Tensor], layout: TokenLayout) -> Tensor:
         found = head([per_view(tap, layout) for tap in taps], layout.grid)[0]  # [B, S, H, W, 3]
-        pixels = point_pixels(count, found.shape[1], found.shape[2], found.shape[3])
+        pixels = point_pixels(number, found.shape[1], found.shape[2], found.shape[3])
         return found.flatten(1, 3)[:, pixels.to(found.device)]
 
-    return Decoder("points" if count == POINTS else f"points-{count}", backbone.hook_layers, decode, normed=False)
+    return Decoder("points" if number == POINTS else f"points-{number}", backbone.hook_layers, decode, normed=False)
 
 
-def depth(backbone: SceneBackbone, grid: tuple[int, int] | None) -> Decoder:
-    """Depth maps [B, S, H, W], or averaged down to ``grid`` cells, [B, S, *grid]."""
-    head = _head(backbone, "depth")
+def depth(backbone: VGGTBackbone, *grid: str | int) -> Decoder:
+    """Depth maps [B, S, H, W], or averaged down to ``grid``, rows and columns of cells, [B, S, *grid]."""
+    (name, cells), head = depth_name(*grid), _head(backbone, "depth")
 
     def decode(taps: Sequence[Tensor], layout: TokenLayout) -> Tensor:
         full = head([per_view(tap, layout) for tap in taps], layout.grid)[0][..., 0]
-        return full if grid is None else F.adaptive_avg_pool2d(full, grid)
+        return full if cells is None else F.adaptive_avg_pool2d(full, cells)
 
-    name = "depth" if grid is None else f"depth-{grid[0]}x{grid[1]}"
     return Decoder(name, backbone.hook_layers, decode, normed=False)
 
 
@@ -106,7 +92,7 @@ def per_view(tap: Tensor, layout: TokenLayout) -> Tensor:
     return tap.unflatten(1, (layout.views, -1))
 
 
-def _head(backbone: SceneBackbone, name: str) -> Any:
+def _head(backbone: VGGTBackbone, name: str) -> Any:
     head = getattr(backbone.model, f"{name}_head")
     if head is None:
         raise DecoderError(

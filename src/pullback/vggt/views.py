@@ -1,18 +1,18 @@
-"""Views of a scene as VGGT wants them: one width, sides divisible by the patch size, values in [0, 1], not normalised.
+"""Views of scenes as VGGT wants them: one width, sides divisible by the patch size, values in [0, 1], not normalised.
 
-Views are told apart by their place in the batch, so a file that cannot be read is an error, not a gap. Pictures are
-turned upright by their EXIF orientation, like all images of this package. Without that tag, pixels are those of the
-published loader, but for pictures in gray, palette or RGB that have transparency: see `_on_white`.
+One scene (`load_views`): views are told apart by their place in the batch, so a file that cannot be read is an error,
+not a gap. Pictures are turned upright by their EXIF orientation, like all images of this package. Without that tag,
+pixels are those of the published loader, but for pictures in gray, palette or RGB that have transparency: see
+`_on_white`.
 
-Folders of scenes: every folder that holds images itself is one scene, and its images are the views.
-
-A scene of which a view cannot be read never stops the others: it is skipped and named with a reason.
+Many scenes (`read_scenes`): every folder that holds images itself is one scene, and its images are the views. A scene
+of which a view cannot be read never stops the others: it is skipped and named with a reason.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar, get_args
@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
+from pullback.backbones import Group, Samples, thumbnails
 from pullback.data.images import (
     MAX_PIXELS,
     ImageSource,
@@ -34,9 +35,13 @@ from pullback.data.images import (
     upright,
 )
 from pullback.errors import ImageError
+from pullback.runs.documents import thumbnails_of
+from pullback.tokens import TokenLayout
 
 Fit = Literal["crop", "pad"]
 WHITE = 1.0
+MAX_VIEWS = 24
+"""Views in a figure of tokens: all of the first scene, and of scenes after it as long as they fit as a whole."""
 _T = TypeVar("_T")
 
 
@@ -68,27 +73,120 @@ def load_square_views(path: ImageSource, *, size: int = 1024) -> tuple[Tensor, T
     return torch.stack([pixels for pixels, _ in squares]), boxes
 
 
-def _squared(picture: Image.Image, size: int) -> tuple[Tensor, list[float]]:
-    """[3, size, size], and the picture's corners and own size."""
-    side = max(picture.size)
-    if side**2 > MAX_PIXELS:
-        raise Unusable(f"too long: {picture.width}x{picture.height} pixels would become {side}x{side}; crop it first")
-    left, top = (side - picture.width) // 2, (side - picture.height) // 2
-    square = Image.new("RGB", (side, side))
-    square.paste(picture, (left, top))
-    corners = (left, top, left + picture.width, top + picture.height)
-    pixels = _tensor(square.resize((size, size), Image.Resampling.BICUBIC))
-    return pixels, [*(corner * size / side for corner in corners), picture.width, picture.height]
-
-
 def check_width(size: int, patch_size: int) -> None:
-    """Views can be made this wide: whole patches."""
+    """Refuse a width of views that is not whole patches."""
     if not isinstance(patch_size, int) or patch_size < 1:
         raise ImageError(f"patch_size={patch_size!r}: expected a positive whole number of pixels, such as 14.")
     if not isinstance(size, int) or size < patch_size or size % patch_size:
         raise ImageError(
-            f"size={size!r}: expected a multiple of patch_size={patch_size}, as an int, such as {37 * patch_size}."
+            f"size={size!r}: expected a width of whole patches, a multiple of patch_size={patch_size} as an int, such "
+            f"as {37 * patch_size}."
         )
+
+
+@dataclass(frozen=True)
+class SceneFolder:
+    """A folder and the images in it, not those of folders below."""
+
+    folder: Path
+    files: tuple[Path, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class SceneViews:
+    """Views [S, 3, H, W] in [0, 1]; ``note`` says what had to be done to fit them together."""
+
+    folder: Path
+    files: tuple[Path, ...]
+    views: Tensor
+    note: str | None
+
+
+@dataclass(frozen=True, eq=False)
+class ReadScenes:
+    """What came out of reading. Scenes may differ in their number of views and in size."""
+
+    scenes: tuple[SceneViews, ...]
+    skipped: tuple[SkippedImage, ...]
+
+
+def find_scenes(path: ImageSource) -> list[SceneFolder]:
+    """The images behind a file, folder, glob or list of these by the folder they lie in, sorted."""
+    scenes: dict[Path, list[Path]] = {}
+    for file in find_images(path):
+        scenes.setdefault(file.parent, []).append(file)
+    return [SceneFolder(folder, tuple(files)) for folder, files in sorted(scenes.items())]
+
+
+def read_scenes(path: ImageSource, *, size: int = 518, patch_size: int = 14, limit: int | None = None) -> ReadScenes:
+    """Scenes as `load_views` reads them, ``size`` pixels wide, until ``limit`` of them are good."""
+    check_width(size, patch_size)
+    found = find_scenes(path)
+    scenes: list[SceneViews] = []
+    skipped: list[SkippedImage] = []
+    for folder in found:
+        try:
+            scenes.append(_read_scene(folder, size, patch_size))
+        except ImageError as error:
+            skipped.append(SkippedImage(folder.folder, str(error).removeprefix("path: ")))
+        if len(scenes) == limit:
+            break
+    if not scenes:
+        raise ImageError(
+            f"path={str(path)!r}: expected at least one readable scene, but none of the {len(found)} could be used; "
+            f"the first: {skipped[0]} Replace these files or give another path."
+        )
+    return ReadScenes(tuple(scenes), tuple(skipped))
+
+
+def _read_scene(scene: SceneFolder, size: int, patch_size: int) -> SceneViews:
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        views = load_views(scene.files, size=size, patch_size=patch_size)
+    note = "; ".join(dict.fromkeys(str(warning.message) for warning in heard))
+    return SceneViews(scene.folder, scene.files, views, note or None)
+
+
+def view_samples(found: ReadScenes, layouts: Sequence[TokenLayout]) -> Samples:
+    """Scenes, each a group of its own since they may differ in views and size, with their token layouts.
+
+    ``size`` in the record is None where they differ in it. The arrays hold the views of the first scenes.
+    """
+    sizes = {tuple(scene.views.shape[-2:]) for scene in found.scenes}
+    shown = found.scenes[: scenes_that_fit([layout.views for layout in layouts])]
+    return Samples(
+        groups=tuple(Group(scene.views[None], f"the scene {scene.folder}") for scene in found.scenes),
+        names=tuple(str(scene.folder) for scene in found.scenes),
+        record={
+            "image_files": [str(file) for scene in found.scenes for file in scene.files],
+            "scenes": [
+                {
+                    "scene": str(scene.folder),
+                    "views": len(scene.views),
+                    "size": list(scene.views.shape[-2:]),
+                    "note": scene.note,
+                }
+                for scene in found.scenes
+            ],
+            "skipped": [{"file": str(scene.path), "reason": scene.reason} for scene in found.skipped],
+            "size": list(sizes.pop()) if len(sizes) == 1 else None,
+        },
+        arrays={
+            **{thumbnails_of(n): thumbnails(scene.views[:MAX_VIEWS]) for n, scene in enumerate(shown)},
+            "scenes": np.array([scene.folder.name for scene in found.scenes]),
+            "views": np.array([layout.views for layout in layouts]),
+            "grid": np.array([layout.grid for layout in layouts]),
+            "prefix": np.array(layouts[0].prefix),
+        },
+    )
+
+
+def scenes_that_fit(views: Sequence[int]) -> int:
+    """How many scenes a figure shows: the first, and those after it as long as they fit as a whole."""
+    return max(1, sum(total <= MAX_VIEWS for total in np.cumsum(views).tolist()))
+
+
+# Pictures
 
 
 def _read(file: Path, use: Callable[[Image.Image], _T]) -> _T:
@@ -146,67 +244,14 @@ def _tensor(picture: Image.Image) -> Tensor:
     return torch.from_numpy(np.array(picture)).permute(2, 0, 1).float() / 255
 
 
-@dataclass(frozen=True)
-class SceneFolder:
-    """A folder and the images in it, not those of folders below."""
-
-    folder: Path
-    files: tuple[Path, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class SceneViews:
-    """Views [S, 3, H, W] in [0, 1]; ``note`` says what had to be done to fit them together."""
-
-    folder: Path
-    files: tuple[Path, ...]
-    views: Tensor
-    note: str | None
-
-
-@dataclass(frozen=True, eq=False)
-class ReadScenes:
-    """What came out of reading. Scenes may differ in their number of views and in size."""
-
-    scenes: tuple[SceneViews, ...]
-    skipped: tuple[SkippedImage, ...]
-
-
-def find_scenes(path: ImageSource) -> list[SceneFolder]:
-    """The images behind a file, folder, glob or list of these by the folder they lie in, sorted."""
-    scenes: dict[Path, list[Path]] = {}
-    for file in find_images(path):
-        scenes.setdefault(file.parent, []).append(file)
-    return [SceneFolder(folder, tuple(files)) for folder, files in sorted(scenes.items())]
-
-
-def read_scenes(path: ImageSource, *, size: int = 518, patch_size: int = 14, limit: int | None = None) -> ReadScenes:
-    """Scenes as `load_views` reads them, ``size`` pixels wide, until ``limit`` of them are good."""
-    if patch_size < 1 or size < patch_size or size % patch_size:
-        raise ImageError(
-            f"size={size}: expected a width of whole patches of {patch_size} pixels, such as {37 * patch_size}."
-        )
-    found = find_scenes(path)
-    scenes: list[SceneViews] = []
-    skipped: list[SkippedImage] = []
-    for folder in found:
-        try:
-            scenes.append(_read_scene(folder, size, patch_size))
-        except ImageError as error:
-            skipped.append(SkippedImage(folder.folder, str(error).removeprefix("path: ")))
-        if len(scenes) == limit:
-            break
-    if not scenes:
-        raise ImageError(
-            f"path={str(path)!r}: expected at least one readable scene, but none of the {len(found)} could be used; "
-            f"the first: {skipped[0]} Replace these files or give another path."
-        )
-    return ReadScenes(tuple(scenes), tuple(skipped))
-
-
-def _read_scene(scene: SceneFolder, size: int, patch_size: int) -> SceneViews:
-    with warnings.catch_warnings(record=True) as heard:
-        warnings.simplefilter("always")
-        views = load_views(scene.files, size=size, patch_size=patch_size)
-    note = "; ".join(dict.fromkeys(str(warning.message) for warning in heard))
-    return SceneViews(scene.folder, scene.files, views, note or None)
+def _squared(picture: Image.Image, size: int) -> tuple[Tensor, list[float]]:
+    """[3, size, size], and the picture's corners and own size."""
+    side = max(picture.size)
+    if side**2 > MAX_PIXELS:
+        raise Unusable(f"too long: {picture.width}x{picture.height} pixels would become {side}x{side}; crop it first")
+    left, top = (side - picture.width) // 2, (side - picture.height) // 2
+    square = Image.new("RGB", (side, side))
+    square.paste(picture, (left, top))
+    corners = (left, top, left + picture.width, top + picture.height)
+    pixels = _tensor(square.resize((size, size), Image.Resampling.BICUBIC))
+    return pixels, [*(corner * size / side for corner in corners), picture.width, picture.height]

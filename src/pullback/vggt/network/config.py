@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
 from pullback.errors import ModelError
 
@@ -21,6 +21,8 @@ class VGGTConfig:
     convolution. ``hook_layers``: the four aggregator layers that the DPT heads read, coarse level last; without such a
     head they do not matter. A head left out of ``heads`` is None.
     """
+
+    model_type: ClassVar[str] = "vggt"  # as in config.json
 
     img_size: int = 518
     patch_size: int = 14

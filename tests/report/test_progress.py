@@ -1,0 +1,41 @@
+"""What people see of a run while it goes on."""
+
+from rich.console import Console
+
+from pullback.report.progress import ProgressDisplay
+from pullback.runs.progress import Progress
+
+LAYER = {"layer": 4, "num_images": 2, "rank_used": 3, "kappa": {"mean": 0.4, "se": 0.01}, "regime": "iii", "seconds": 1}
+
+
+def test_finished_layers_are_said_in_a_line_and_kept_by_name():
+    console = Console(width=100, force_terminal=False)
+    with console.capture() as capture, ProgressDisplay(console) as display:
+        progress: Progress = display
+        progress.stage("loading")
+        progress.work("", 4, "scenes")
+        progress.describe("L04")
+        assert display.current == "L04" and display.done == []
+        progress.advance(2)
+        progress.stage("alignment of the layers")
+        display.layer_done(LAYER)
+        assert display.current is None and display.done == ["L04"]
+        progress.describe("hooks")
+        display.layer_done(LAYER | {"layer": "hooks", "num_images": 1})
+        progress.finished("the rest", "nothing more")
+    assert display.done == ["L04", "hooks", "the rest"]
+    assert capture.get().splitlines() == [
+        "L04: κ(3) = 40.0 ± 1.0 %, regime (iii), 2 scenes in 1.0 s",
+        "hooks: κ(3) = 40.0 ± 1.0 %, regime (iii), 1 scene in 1.0 s",
+        "nothing more",
+    ]
+
+
+def test_a_terminal_sees_what_is_done_of_how_much():
+    console = Console(width=100, force_terminal=True, color_system=None)
+    with console.capture() as capture, ProgressDisplay(console) as display:
+        display.work("L04", 4, "images")
+        display.describe("L05")
+        display.advance(3)
+        display._bar.refresh()
+    assert "L05" in capture.get() and "3/4 images" in capture.get()
