@@ -3,8 +3,9 @@ PYTHON  ?= python3
 WORKERS ?= 2
 BIN     := .venv/bin
 STAMP   := .venv/.installed
+DOCS_STAMP := .venv/.docs
 
-.PHONY: venv demo test test-portable lint format bench wheel-check clean
+.PHONY: venv demo test test-portable lint format bench docs wheel-check clean
 .DEFAULT_GOAL := test
 
 venv: $(STAMP)
@@ -58,8 +59,18 @@ format: venv
 	@$(BIN)/ruff check --fix --quiet .
 	@$(BIN)/ruff format .
 
+# A short version of every benchmark that runs without weights and without a GPU, and the commands of all others.
 bench: venv
-	@for script in benchmarks/*.py; do echo "[bench] $$script"; $(BIN)/python "$$script" || exit 1; done
+	@$(BIN)/python benchmarks/quick.py
+
+# The documentation as a site in site/, with the reference generated from the code. A broken link is an error.
+docs: $(DOCS_STAMP)
+	@$(BIN)/mkdocs build --quiet --strict && echo "[docs] open site/index.html"
+
+$(DOCS_STAMP): $(STAMP)
+	@echo "[docs] installing mkdocs"
+	@$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@touch $@
 
 # The package as a user gets it: a wheel with its dependencies in an environment of its own, used without network.
 # It is built from a copy, since a build leaves files behind.
@@ -78,5 +89,5 @@ wheel-check: venv
 
 # Keeps .venv, which is expensive to make; remove it by hand to start afresh.
 clean:
-	@rm -rf demo-out build dist .pytest_cache .mypy_cache .ruff_cache src/*.egg-info
-	@find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	@rm -rf demo-out build dist site .pytest_cache .mypy_cache .ruff_cache src/*.egg-info
+	@find src tests benchmarks tools -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,5 +1,6 @@
 """The planner against a table in which the answer can be looked up."""
 
+import math
 from dataclasses import dataclass, replace
 
 import pytest
@@ -99,3 +100,8 @@ def test_a_forecast_reads_as_a_sentence():
     assert "of the patch tokens after block" in str(found) and f"cost {found.cost:.4g}, degradation" in str(found)
     measured = replace(found, flops=0.75, milliseconds=8.0, whole_milliseconds=10.0)
     assert "0.75 of the operations, 8 ms instead of 10 ms a batch, degradation" in str(measured)
+
+
+def test_one_image_says_nothing_of_its_error():
+    found = best_within_cost(build, STAGES, cost, lambda model: degradation(model)[:1], 9.0)
+    assert math.isnan(found.degradation_se)

@@ -117,7 +117,7 @@ def parse_size(text: str | None) -> int | tuple[int, int] | None:
     return (int(match[1]), int(match[2])) if match[2] else int(match[1])
 
 
-def refuse_scenes(model: str, command: str, instead: str, page: str = "docs/vggt.md") -> None:
+def refuse_scenes(model: str, command: str, instead: str, page: str = "docs/guide/vggt.md") -> None:
     """Refuse a VGGT before it is loaded: its samples are scenes of several views, the command reads single images."""
     from pullback.backbones import entry_of
 

@@ -46,7 +46,7 @@ def plan(
         progress.stage("loading torch")
         prepare()
         instead = "pullback.vggt.pruning.prune_views(model, score, ratio=..., stages=...)"
-        refuse_scenes(model, "plan", instead, "docs/vggt-pruning.md")
+        refuse_scenes(model, "plan", instead, "docs/guide/vggt-pruning.md")
         from pullback.learning.head import ImportanceHead
         from pullback.probes import load_probe
         from pullback.pruning import prune

@@ -79,7 +79,7 @@ def prune(
         progress.stage("loading torch")
         prepare()
         instead = "pullback.vggt.pruning.prune_views(model, score, ratio=..., stages=...)"
-        refuse_scenes(model, "prune", instead, "docs/vggt-pruning.md")
+        refuse_scenes(model, "prune", instead, "docs/guide/vggt-pruning.md")
         from pullback.pruning.compare import PruneRequest, run_comparison
 
         request = PruneRequest(

@@ -7,20 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pullback.errors import PullbackError, ShapeError
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 RESAMPLES = 10_000
 _DRAWN_AT_ONCE = 4_000_000  # numbers
-
-
-def mean_and_error(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
-    """Return the mean of values [n] and its standard error, which is NaN for a single value."""
-    array = _checked("values", values)
-    error = array.std(ddof=1) / len(array) ** 0.5 if len(array) > 1 else np.nan
-    return float(array.mean()), float(error)
 
 
 @dataclass(frozen=True)
@@ -87,6 +84,13 @@ def wilcoxon_p(first: Sequence[float] | np.ndarray, second: Sequence[float] | np
     from scipy.stats import wilcoxon  # half a second
 
     return float(wilcoxon(differences).pvalue)
+
+
+def mean_and_error(values: Tensor) -> tuple[float, float]:
+    """The mean of values [n] and its standard error, std / sqrt(n); 0 for a single value, whose spread is not known."""
+    known = values.detach().double()
+    error = float(known.std()) / len(known) ** 0.5 if len(known) > 1 else 0.0
+    return float(known.mean()), error
 
 
 def _differences(first: np.ndarray, second: np.ndarray) -> np.ndarray:

@@ -212,7 +212,8 @@ class _Trials:
         if (stages, ratio) not in self._degradations:
             values = self._degradation(self._build(stages, ratio)).double()
             _check_numbers(values)
-            self._degradations[stages, ratio] = mean_and_error(values.tolist())
+            mean, error = mean_and_error(values)
+            self._degradations[stages, ratio] = mean, error if len(values) > 1 else math.nan
         return self._degradations[stages, ratio]
 
     def forecast(self, stages: tuple[int, ...], ratio: float) -> Forecast:

@@ -47,8 +47,6 @@ _HASH_DIGITS = 16
 _SECONDS, _FEWEST, _MOST = 0.5, 5, 30  # of each timing: about so long, and so many rounds
 
 Row = dict[str, Any]
-
-
 UNPRUNED = Rule("unpruned", "none", 0.0)
 """Its rows hold the k-NN hits of the model as it is."""
 
@@ -127,14 +125,14 @@ def run_comparison(request: PruneRequest, out: Path, progress: Progress) -> dict
     seen: list[str] = []
     first: Tensor | None = None
     for paths, images in batches(_read(files, pixels, request.limit), request.batch, skipped):
-        keys, images = [_key(path, request.images) for path in paths], images.to(backbone.device)
-        truth = None if classes is None else [classes(path) for path in paths]
+        keys, truth = [_key(path, request.images) for path in paths], [classes(path) for path in paths if classes]
+        batch = Batch(keys, images.to(backbone.device), truth)
         scores.begin(keys)
-        _add_rows(rows, subject, models, images, keys, origin, bank, truth, progress)
+        _add_rows(rows, subject, models, batch, origin, bank, progress)
         if first is None:
             shown = {rule: models[rule] for rule in panels(wanted, reference_score(names))}
-            write_examples(out, subject, shown, images, keys, pixels)
-            first = images[:1]
+            write_examples(out, subject, shown, batch.images, keys, pixels)
+            first = batch.images[:1].clone()
         seen += keys
     if first is None:
         raise ImageError(f"images: none of the {len(files)} files could be read; the first: {skipped[0]}.")
@@ -199,31 +197,39 @@ class RuleRows:
             self._known.setdefault(Rule(row["preset"], row["score"], row["ratio"]), {})[row["image"]] = row
 
 
+@dataclass(frozen=True)
+class Batch:
+    """Images [B, 3, H, W] with the keys that rows name them by, and, where there is a bank, their classes."""
+
+    keys: list[str]
+    images: Tensor
+    classes: list[str]
+
+
 def _add_rows(
     rows: RuleRows,
     subject: Subject,
     models: Mapping[Rule, PrunedModel],
-    images: Tensor,
-    keys: Sequence[str],
+    batch: Batch,
     origin: Row,
     bank: Bank | None,
-    classes: Sequence[str] | None,
     progress: Progress,
 ) -> None:
     """Compute the rows of a batch that are not there yet, rule by rule."""
+    keys = batch.keys
     everything = [*([UNPRUNED] if bank is not None else []), *models]
     missing = [rule for rule in everything if not all(key in rows.of(rule) for key in keys)]
     progress.advance(len(keys) * sum(rule not in missing for rule in models))
     if not missing:
         return
-    full = subject.full(images)
+    full = subject.full(batch.images)
     for rule in missing:
-        output = full if rule == UNPRUNED else subject.output(models[rule], images)[0]
+        output = full if rule == UNPRUNED else subject.output(models[rule], batch.images)[0]
         found = degradation(output, full, depth=subject.depth)
         named = {**origin, **asdict(rule), "measure": found.measure}
         new: list[Row] = [{**named, "image": key, **row} for key, row in zip(keys, found.rows(), strict=True)]
-        if bank is not None and classes is not None:
-            for row, hit in zip(new, bank.votes_right(output, classes), strict=True):
+        if bank is not None:
+            for row, hit in zip(new, bank.votes_right(output, batch.classes), strict=True):
                 row["knn"] = hit
         rows.add(row for row in new if row["image"] not in rows.of(rule))
         if rule != UNPRUNED:
@@ -284,12 +290,14 @@ def _class_of(request: PruneRequest, bank: Path, subject: Subject) -> ClassOf:
 def _bank(path: Path, images: Iterator[tuple[list[Path], Tensor]], subject: Subject, class_of: ClassOf) -> Bank:
     """Read the bank stored at ``path``, or compute the unpruned embeddings of images and store them there."""
     if not path.is_file():
-        found = [(files, subject.full(pixels.to(subject.backbone.device)).cpu().float()) for files, pixels in images]
-        if not found:
+        classes: list[str] = []
+        parts: list[Tensor] = []
+        for files, pixels in images:
+            classes += [class_of(file) for file in files]
+            parts.append(subject.full(pixels.to(subject.backbone.device)).cpu().float())
+        if not parts:
             raise ImageError("bank: expected images that can be read, got none.")
-        classes = [class_of(file) for files, _ in found for file in files]
-        embeddings = torch.cat([part for _, part in found])
-        write_arrays(path, {"embeddings": embeddings.numpy(), "classes": np.array(classes)})
+        write_arrays(path, {"embeddings": torch.cat(parts).numpy(), "classes": np.array(classes)})
     with np.load(path, allow_pickle=False) as arrays:
         return Bank.of(torch.from_numpy(arrays["embeddings"]), arrays["classes"].tolist())
 
@@ -354,8 +362,8 @@ class Costs:
     def __init__(self, path: Path, machine: str) -> None:
         self._path, self._machine = path, machine
         stored = read_json(path, "out") if path.is_file() else {}
-        known = stored.get("rules", []) if stored.get("machine") == machine else []
-        self.rules = {Rule(row["preset"], row["score"], row["ratio"]): row for row in known}
+        stored = stored if stored.get("machine") == machine else {}
+        self.rules = {Rule(row["preset"], row["score"], row["ratio"]): row for row in stored.get("rules", [])}
         self.unpruned_flops: int | None = stored.get("unpruned_flops")
 
     def complete(

@@ -115,7 +115,7 @@ def view_plan(
     name: str, ratio: float | Sequence[float], stages: Sequence[int], *, scope: Scope, depth: int
 ) -> PrunePlan:
     """A named plan. Within a view it is that of an image with a dense decoder, but for "best": tokens that come back
-    for the last block disturb the cameras more than they help the maps (docs/vggt-pruning.md)."""
+    for the last block disturb the cameras more than they help the maps (docs/results/vggt-pruning.md)."""
     if scope not in get_args(Scope):
         raise PullbackError(f"scope: expected one of {', '.join(get_args(Scope))}, got {scope!r}.")
     if name not in PRESETS:

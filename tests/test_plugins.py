@@ -1,4 +1,4 @@
-"""What can be chosen by name: entries are added, replaced, listed in help and `pullback ls`, and found in plugins."""
+"""Entries of users: they are added, replaced, listed in help and `pullback ls`, and found in plugins."""
 
 import importlib.metadata
 from importlib.metadata import EntryPoint
@@ -81,7 +81,7 @@ def test_code_is_imported_when_it_is_asked_for():
 
 def plug_in(monkeypatch, function: str) -> None:
     """Pretend that a package with this entry point is installed."""
-    point = EntryPoint("mine", f"test_registry_plugin:{function}", registry.GROUP)
+    point = EntryPoint("mine", f"test_my_plugin:{function}", registry.GROUP)
     found = {registry.GROUP: [point]}
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda *, group: found.get(group, []))
 
@@ -89,7 +89,7 @@ def plug_in(monkeypatch, function: str) -> None:
 @pytest.fixture
 def plugin(tmp_path, monkeypatch) -> None:
     """A package of somebody else's."""
-    (tmp_path / "test_registry_plugin.py").write_text(
+    (tmp_path / "test_my_plugin.py").write_text(
         "import pullback as pb\n"
         "calls = []\n"
         "def register():\n"
@@ -105,13 +105,13 @@ def test_plugins_are_found_through_their_entry_point_and_called_once(plugin, mon
     plug_in(monkeypatch, "register")
     assert "plugged" in ls() and "of a plugin" in ls()
     assert registry.load_plugins() == ("mine",)
-    import test_registry_plugin
+    import test_my_plugin
 
-    assert test_registry_plugin.calls == [1]
+    assert test_my_plugin.calls == [1]
 
 
 def test_a_plugin_that_cannot_be_loaded_is_named(plugin, monkeypatch):
     plug_in(monkeypatch, "broken")
-    with pytest.raises(PullbackError, match=r"plugin 'mine' \(test_registry_plugin:broken\) could not be loaded: .*no"):
+    with pytest.raises(PullbackError, match=r"plugin 'mine' \(test_my_plugin:broken\) could not be loaded: .*no"):
         registry.load_plugins()
     assert "error: plugin 'mine'" in ls()
