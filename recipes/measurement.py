@@ -21,9 +21,9 @@ _DIGITS = 6
 
 def mean_with_error(values: Tensor) -> dict[str, float]:
     """Mean and its standard error over scenes [n]; scenes without the quantity (NaN) are left out."""
-    known = values[~values.isnan()].tolist()
-    mean, error = mean_and_error(known) if known else (math.nan, math.nan)
-    return {"mean": rounded(mean), "se": rounded(error)}
+    known = values[~values.isnan()]
+    mean, error = mean_and_error(known)
+    return {"mean": rounded(mean), "se": rounded(error if len(known) > 1 else math.nan)}
 
 
 def rounded(value: Tensor | float) -> float:

@@ -56,7 +56,6 @@ from pullback.report.wording import UNKNOWN, plain, short_name
 from pullback.runs.files import make_folder, read_json, write_json
 from pullback.runs.progress import Lines
 from pullback.runs.provenance import provenance, weights_hash
-from pullback.runs.rows import finite
 from pullback.runs.settings import check_settings
 from pullback.scenes.splits import HELD_OUT
 from pullback.targets.recipe import targets_of
@@ -177,11 +176,11 @@ class CameraSpn:
         network = self.constant if name == CONSTANT else self._network(name)
         found = comparison_row(name, example_scores(network, self.held_out.examples), self.of_constant)
         ratio = natural_sensitivity_ratio(network, self.probe, self.held_out.examples)
-        mean, error = mean_and_error(ratio.tolist())
+        mean, error = mean_and_error(ratio)
         return {
             **found,
             "natural_ratio": mean,
-            "natural_ratio_se": finite(error),
+            "natural_ratio_se": error if len(ratio) > 1 else None,
             "paper_v1_of_compressed_depth": PAPER.get(name),
             "seconds": round(time.perf_counter() - begun, 2),
         }

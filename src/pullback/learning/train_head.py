@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
@@ -231,16 +230,8 @@ def head_scores(network: Network, examples: HeadExamples, *, batch: int = 64) ->
 
 def rho_summary(everything: Tensor, patches: Tensor) -> dict[str, float]:
     """The scores of a head, from the rho [n] of each image over all tokens and over patches."""
-    rho, error = mean_over_images(everything)
-    return {"score": rho, "rho": rho, "rho_se": error, "rho_patches": mean_over_images(patches)[0]}
-
-
-def mean_over_images(values: Tensor) -> tuple[float, float]:
-    """The mean of values [n] and its standard error, 0 for a single image; NaN where a value is."""
-    if values.isnan().any():
-        return math.nan, math.nan
-    mean, error = mean_and_error(values.tolist())
-    return mean, error if len(values) > 1 else 0.0
+    rho, error = mean_and_error(everything)
+    return {"score": rho, "rho": rho, "rho_se": error, "rho_patches": mean_and_error(patches)[0]}
 
 
 def mean_map_scores(train: HeadExamples, held_out: HeadExamples) -> dict[str, float]:

@@ -28,7 +28,6 @@ from pullback.learning.train_head import (
     feature_reader,
     hash_of,
     kept,
-    mean_over_images,
     origin_of,
     readable_rows,
     rows_of_table,
@@ -206,7 +205,7 @@ class SpnTask:
         scores = spn_scores(network, self.held_out, batch=self.batch)
         if self.probe is not None:
             ratio = natural_sensitivity_ratio(network, self.probe, self.held_out, batch=self.batch)
-            scores["natural_ratio"], scores["natural_ratio_se"] = mean_over_images(ratio)
+            scores["natural_ratio"], scores["natural_ratio_se"] = mean_and_error(ratio)
         return scores
 
 
@@ -364,8 +363,8 @@ def spn_scores(network: MetricNetwork, examples: SpnExamples, *, batch: int = 16
     predicted energies are from the exact ones: the share of the total that they add up to, against kappa_cap."""
     found = example_scores(network, examples, batch=batch)
     kappa = examples.singular_values.double().square().sum(1) / examples.total.double()
-    v1, v1_se = mean_over_images(found.v1)
-    patches, patches_se = mean_over_images(found.v1_patches)
+    v1, v1_se = mean_and_error(found.v1)
+    patches, patches_se = mean_and_error(found.v1_patches)
     return {
         "v1": v1,
         "v1_se": v1_se,
@@ -384,7 +383,7 @@ def comparison_row(name: str, found: ExampleScores, constant: ExampleScores) -> 
     for label in ("v1", "v1_patches"):
         values = getattr(found, label).double()
         lead = values - getattr(constant, label).double()
-        ahead, error = mean_and_error(lead.tolist())
+        ahead, error = mean_and_error(lead)
         half = student_quantile(0.975, len(lead) - 1) * error if len(lead) > 1 else None
         row |= {label: float(values.mean()), f"{label}_lead": ahead, f"{label}_lead_half_width": half}
     return row
