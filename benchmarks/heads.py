@@ -25,8 +25,9 @@ from pullback.data.images import EXTENSIONS
 from pullback.evaluation import spearman
 from pullback.learning.fit import FitConfig, fit
 from pullback.learning.head import HeadConfig, ImportanceHead
-from pullback.learning.train_head import AnyProbe, HeadExamples, head_scores, rho_summary
+from pullback.learning.train_head import HeadExamples, head_scores, rho_summary
 from pullback.learning.train_heads import FreshCrops, FreshHeadTask
+from pullback.probes import ProbeMap
 from pullback.targets.recipe import targets_of
 
 SIDE = 256
@@ -135,7 +136,7 @@ def read_pictures(folder: Path, limit: int | None) -> torch.Tensor:
 
 
 def judges(
-    probe: AnyProbe, folder: Path, size: int, method: str = "auto", precision: str = "float32"
+    probe: ProbeMap, folder: Path, size: int, method: str = "auto", precision: str = "float32"
 ) -> tuple[HeadExamples, torch.Tensor]:
     """Held-out images with their exact importance, and their block norms."""
     images = probe.load_images(folder, size)
@@ -149,7 +150,7 @@ def judges(
     return HeadExamples.kept(plain, importance, prefix), norms
 
 
-def cost(probe: AnyProbe, head: ImportanceHead, size: int, device: str, batch: int = 64) -> dict[str, float]:
+def cost(probe: ProbeMap, head: ImportanceHead, size: int, device: str, batch: int = 64) -> dict[str, float]:
     """Milliseconds of the head and of a backbone forward at this batch, in the head's best arithmetic."""
     images = torch.randn(batch, 3, size, size, device=device)
     features = probe.features(images).as_subclass(torch.Tensor)

@@ -33,8 +33,8 @@ from pullback.data import open_source, read_crop
 from pullback.operators.linearization import differentiable_attention
 from pullback.probes import ProbeMap
 from pullback.targets.recipe import Targets, targets_of
-from pullback.targets.shards import Shard
 from pullback.targets.store import StoreWriter
+from pullback.targets.table import Shard
 
 RANK = 20
 CASES = {"cpu": ["small:10"], "cuda": ["base:10", "base:2", "small:10", "small:6", "small:3"]}

@@ -34,7 +34,7 @@ from pullback.vggt.network.pose import decode_pose
 from pullback.vggt.pruning import STRIDED, Scope, prune_views
 from recipes.evaluate_tiny_views import dense_errors, load_network
 from recipes.measurement import mean_with_error
-from recipes.tiny_views_examples import Truth, Views
+from recipes.tiny_views import Truth, Views
 
 SMALL: dict[str, Any] = dict(
     img_size=56,

@@ -23,7 +23,7 @@ from pullback.scenes.render import render
 from pullback.scenes.splits import QUERIES
 from pullback.vggt.pruning import STRIDED, PrunedVGGT, view_plan
 from recipes.evaluate_tiny_views import load_network
-from recipes.tiny_views_examples import Views
+from recipes.tiny_views import Views
 
 FIRST = QUERIES + 5000  # behind the scenes of every table
 PRESET = "preset"

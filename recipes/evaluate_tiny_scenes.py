@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,10 @@ from pullback.backbones import load_backbone
 from pullback.errors import PullbackError
 from pullback.evaluation import depth_errors, neighbour_accuracy
 from pullback.models.tiny_scenes import TinyScenes
+from pullback.runs.progress import Lines, Progress, Silent
 from pullback.scenes.render import CLASSES, SHIFTED, TRAINING, SceneBatch, SceneRange, normalised, render
 from pullback.scenes.splits import HELD_OUT, QUERIES
-from recipes.measurement import Progress, mean_with_error, rounded, weights_sha256, write_result
+from recipes.measurement import mean_with_error, rounded, weights_sha256, write_result
 
 RANGES: dict[str, SceneRange] = {
     "training ranges": TRAINING,
@@ -36,8 +37,6 @@ RANGES: dict[str, SceneRange] = {
 NETWORK, PIXEL, ROW = "tiny-scenes", "mean depth of the pixel", "mean depth of the row"
 SCORES = ("delta1", "abs_rel", "raw_abs_rel")
 _BATCH = 32
-
-Listener = Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -60,9 +59,10 @@ def load_network(model: str, device: torch.device) -> TinyScenes:
 
 @torch.no_grad()
 def build_bank(
-    model: TinyScenes, count: int, *, size: int, device: torch.device, listen: Listener = lambda scenes: None
+    model: TinyScenes, count: int, *, size: int, device: torch.device, progress: Progress | None = None
 ) -> Bank:
     """``count`` scenes from seed `HELD_OUT` on; sky has no depth and is left out of the means."""
+    progress = progress or Silent()
     logs, seen = torch.zeros(2, size, size, dtype=torch.float64, device=device)
     embeddings, labels = [], []
     for scenes in _drawn(HELD_OUT, count, TRAINING, size, device):
@@ -71,7 +71,7 @@ def build_bank(
         valid = ~scenes.sky[:, 0]
         logs += torch.where(valid, scenes.depth[:, 0], 1.0).log().sum(0)
         seen += valid.sum(0)
-        listen(len(scenes))
+        progress.advance(len(scenes))
     rows = (logs.sum(1) / seen.sum(1).clamp_min(1))[:, None].expand(size, size)
     pixels = torch.where(seen > 0, logs / seen.clamp_min(1), rows)
     return Bank(torch.cat(embeddings), torch.cat(labels), pixels.exp().float(), rows.exp().float())
@@ -86,10 +86,11 @@ def score(
     *,
     size: int,
     device: torch.device,
-    listen: Listener = lambda scenes: None,
+    progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Means with standard errors over ``count`` scenes from seed `QUERIES` on: of each way to guess depth, and of the
     class."""
+    progress = progress or Silent()
     errors: dict[str, list[dict[str, Tensor]]] = {NETWORK: [], PIXEL: [], ROW: []}
     embeddings, labels = [], []
     for scenes in _drawn(QUERIES, count, ranges, size, device):
@@ -99,7 +100,7 @@ def score(
         guesses = {NETWORK: output.predicted_depth, PIXEL: bank.pixel_depth, ROW: bank.row_depth}
         for name, guess in guesses.items():
             errors[name].append(_errors(guess, scenes))
-        listen(len(scenes))
+        progress.advance(len(scenes))
     accuracy = neighbour_accuracy(bank.embeddings, bank.labels, torch.cat(embeddings), torch.cat(labels))
     return {
         "depth": {name: _means(parts) for name, parts in errors.items()},
@@ -148,12 +149,13 @@ def measure(model: str, count: int, bank: int, device: torch.device) -> dict[str
     """Everything that the result file holds but its origin."""
     network = load_network(model, device)
     size = network.config.image_size
-    progress = Progress("bank", bank)
-    known = build_bank(network, bank, size=size, device=device, listen=progress.advance)
+    progress = Lines()
+    progress.work("bank", bank, "scenes")
+    known = build_bank(network, bank, size=size, device=device, progress=progress)
     scores = {}
     for name, ranges in RANGES.items():
-        progress = Progress(name, count)
-        scores[name] = score(network, known, ranges, count, size=size, device=device, listen=progress.advance)
+        progress.work(name, count, "scenes")
+        scores[name] = score(network, known, ranges, count, size=size, device=device, progress=progress)
     return {
         "what": "depth without sky and class of held-out scenes; mean and standard error over scenes",
         "model": model,

@@ -33,13 +33,14 @@ from pullback.evaluation.poses import (
     rotation_angle,
 )
 from pullback.models.embedded import EMBEDDED
+from pullback.runs.progress import Lines, Progress, Silent
 from pullback.scenes.render import render
 from pullback.scenes.splits import HELD_OUT, QUERIES
 from pullback.vggt.checkpoint import VGGT
 from pullback.vggt.network.config import HEADS
 from pullback.vggt.network.pose import decode_pose
-from recipes.measurement import Progress, mean_with_error, rounded, weights_sha256, write_result
-from recipes.tiny_views_examples import Truth, Views
+from recipes.measurement import mean_with_error, rounded, weights_sha256, write_result
+from recipes.tiny_views import Truth, Views
 
 NETWORK, MEAN = "tiny-views", "the mean"
 VIEWS = (2, 4, 6)
@@ -92,7 +93,8 @@ def score(
 ) -> dict[str, dict[str, Tensor]]:
     """Errors of each way to predict, scene by scene, on ``count`` scenes from seed `QUERIES` on: angles [n, pairs],
     everything else [n]."""
-    size = model.config.img_size
+    size, progress = model.config.img_size, progress or Silent()
+    progress.work(f"{views} views", count, "scenes")
     found: dict[str, list[dict[str, Tensor]]] = {NETWORK: [], MEAN: []}
     for examples, truth in _drawn(QUERIES, count, size, views, device):
         parts = [model(some) for some in examples.rgb.split(max(1, _IMAGES // views))]
@@ -107,8 +109,7 @@ def score(
             "translation": direction_angle(guess.poses[..., 3].expand_as(pairs[..., 3]), pairs[..., 3]),
         }
         found[MEAN].append(angles | dense_errors(guess.depth, guess.points, truth))
-        if progress is not None:
-            progress.advance(len(truth.scale))
+        progress.advance(len(truth.scale))
     return {name: {key: torch.cat([part[key] for part in parts]) for key in parts[0]} for name, parts in found.items()}
 
 
@@ -168,10 +169,10 @@ def measure(model: str, count: int, views: Sequence[int], device: torch.device) 
         raise ModelError(
             f"model: expected one with the heads {', '.join(HEADS)}, got {', '.join(network.config.heads) or 'none'}."
         )
-    scores = {}
+    scores, progress = {}, Lines()
     for number in views:
         guess = mean_scene(count, size=network.config.img_size, views=number, device=device)
-        errors = score(network, guess, count, views=number, device=device, progress=Progress(f"{number} views", count))
+        errors = score(network, guess, count, views=number, device=device, progress=progress)
         scores[str(number)] = {name: summary(parts) for name, parts in errors.items()}
     return {
         "what": "cameras, depth and points of held-out scenes, the first view being the reference; angles in degrees: "

@@ -1,17 +1,18 @@
-"""What every recipe on drawn scenes shares: blocks of scenes, two optimisers, averaged weights, exact resume.
+"""What the recipes on drawn scenes share: blocks of scenes, a training run with exact resume, and its command line.
 
-Everything follows from the recipe and the step number, so a run that was stopped goes on exactly where its last
-checkpoint was written.
+Scenes are drawn block by block, a block is seen a few times, and never again: drawing a picture takes longer than
+learning from it. Everything follows from the recipe and the step number, so a run that was stopped goes on exactly
+where its last checkpoint was written.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import io
 import math
+import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
@@ -20,21 +21,56 @@ import torch
 from torch import Tensor, nn
 
 from pullback.errors import PullbackError
-from recipes.block_schedule import BlockSchedule
-from recipes.checkpoint_parts import read_parts, write_parts
+from pullback.learning.fit import CurrentBlock, StepConfig, Training
+from pullback.runs.files import make_folder, write_bytes
+from pullback.runs.rows import Rows, finite
+from pullback.runs.settings import check_settings
+from pullback.scenes.splits import HELD_OUT
 from recipes.measurement import rounded
-from recipes.stacked_muon import StackedMuon
-from recipes.step_gradients import Gradients, GraphedGradients, eager_gradients
+from recipes.optim import Gradients, GraphedGradients, eager_gradients, muon_and_adamw
+
+SEEDS_PER_RUN = 1 << 30  # scenes that a run may see, so that runs with other seeds see others
+PART_BYTES = 15_000_000
+_PART = re.compile(r"checkpoint-(\d+)-(\d+)-of-(\d+)")
 
 
 @dataclass(frozen=True)
-class SceneRecipe(BlockSchedule):
+class SceneRecipe(StepConfig):
     """What decides the weights. Stored in every checkpoint; another recipe does not continue it."""
 
-    weight_decay: float
-    clip: float
-    ema: float
+    block: int  # scenes drawn at a time
+    passes: int  # over each block
     size: int  # pixels
+
+    def __post_init__(self) -> None:
+        if self.block % self.batch:
+            raise PullbackError(f"block={self.block}: expected a multiple of batch={self.batch}.")
+        drawn = (max(0, self.steps - 1) // self.steps_per_block + 1) * self.block
+        if not 0 <= self.seed < HELD_OUT // SEEDS_PER_RUN or drawn > SEEDS_PER_RUN:
+            raise PullbackError(
+                f"seed={self.seed}, steps={self.steps}, batch={self.batch}: expected a seed from 0 to "
+                f"{HELD_OUT // SEEDS_PER_RUN - 1} and at most {SEEDS_PER_RUN} scenes, so that no held-out scene is "
+                "seen."
+            )
+
+    @property
+    def steps_per_block(self) -> int:
+        return self.block * self.passes // self.batch
+
+    def scenes(self, step: int) -> range:
+        """The seeds of the block that this step draws from."""
+        first = self.seed * SEEDS_PER_RUN + step // self.steps_per_block * self.block
+        return range(first, first + self.block)
+
+    def rows(self, step: int) -> Tensor:
+        """Which scenes of its block [batch] a step sees: every pass has an order of its own."""
+        turn, within = divmod(step * self.batch, self.block)
+        order = torch.randperm(self.block, generator=self.generator(turn))
+        return order[within : within + self.batch]
+
+    def generator(self, number: int) -> torch.Generator:
+        """A generator of this recipe's seed and a number. On the CPU it reads the lowest 32 bits alone."""
+        return torch.Generator().manual_seed((number + 0x9E3779B9 * self.seed) % (1 << 32))
 
 
 R = TypeVar("R", bound=SceneRecipe)
@@ -42,9 +78,8 @@ N = TypeVar("N", bound=nn.Module)
 B = TypeVar("B")
 
 
-class SceneRun(ABC, Generic[R, N, B]):
-    """Model, optimisers and running average of the weights at some step, in a folder. R: the recipe, N: the network,
-    B: a block of drawn scenes.
+class SceneRun(Training[N, R], ABC, Generic[R, N, B]):
+    """A training run in a folder. R: the recipe, N: the network, B: a block of drawn scenes.
 
     ``graphed``: compiled runs replay a step as CUDA graphs, so its losses may not copy from the host.
     """
@@ -52,19 +87,20 @@ class SceneRun(ABC, Generic[R, N, B]):
     graphed: ClassVar[bool] = False
 
     def __init__(self, recipe: R, out: Path, device: torch.device, *, compiled: bool = False) -> None:
-        self.recipe, self.out, self.device, self.step = recipe, out, device, 0
-        self.model = self.build(recipe).to(device).train()
-        self.average = self.build(recipe).to(device).requires_grad_(False)
-        self.optimizers = _optimizers(self.model, self.matrices(self.model), recipe)
+        network = self.build(recipe).to(device).train()
+        super().__init__(network, recipe, muon_and_adamw(network, self.matrices(network), recipe))
+        self.out, self.device = make_folder(out), device
         self.gradients: Gradients = eager_gradients
         if compiled:
-            self.compile(self.model)
+            self.compile(network)
             self.gradients = GraphedGradients() if self.graphed else eager_gradients
-        self.drawn: tuple[range, B] | None = None  # the block in use
-        out.mkdir(parents=True, exist_ok=True)
+        self._blocks = CurrentBlock(
+            lambda number: self.draw(recipe.scenes(number * recipe.steps_per_block)), recipe.steps_per_block
+        )
         state = read_parts(out, device)
         if state is not None:
-            self._resume(state)
+            check_settings(state["recipe"], asdict(recipe), out, holds="a training run")
+            self.restore({"network": state.get("model"), **state})  # "model": its name in earlier checkpoints
 
     @staticmethod
     @abstractmethod
@@ -73,11 +109,11 @@ class SceneRun(ABC, Generic[R, N, B]):
 
     @staticmethod
     @abstractmethod
-    def matrices(model: N) -> list[nn.Parameter]:
+    def matrices(network: N) -> list[nn.Parameter]:
         """Those that Muon moves."""
 
     @staticmethod
-    def compile(model: N) -> None:
+    def compile(network: N) -> None:
         """Fuse what can be fused, in place; recipes that gain nothing leave it."""
 
     @abstractmethod
@@ -93,42 +129,30 @@ class SceneRun(ABC, Generic[R, N, B]):
         """By name, "loss" among them. Nothing in it may wait for the device; blocks run in bf16 on a GPU."""
 
     def block(self) -> B:
-        """That of the current step; a new one is drawn when the last is used up."""
-        seeds = self.recipe.scenes(self.step)
-        if self.drawn is None or self.drawn[0] != seeds:
-            self.drawn = None  # its memory is needed
-            self.drawn = seeds, self.draw(seeds)
-        return self.drawn[1]
+        """The block of the current step."""
+        return self._blocks.at(self.step)
 
     def advance(self) -> dict[str, Tensor]:
-        """One step. What comes back is still on the device: reading it waits for the device, so read it rarely, and
-        before the next step, which may overwrite it."""
-        recipe = self.recipe
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = recipe.rate(self.step)
-        parameters = list(self.model.parameters())
-        parts = self.gradients(self.losses, parameters, self.examples(self.block()))
-        norm = nn.utils.clip_grad_norm_(parameters, recipe.clip)
-        for optimizer in self.optimizers:
-            optimizer.step()
-        decay = min(recipe.ema, (1 + self.step) / (10 + self.step))
-        with torch.no_grad():
-            torch._foreach_lerp_(list(self.average.parameters()), list(self.model.parameters()), 1 - decay)
-        self.step += 1
+        """Take one step. What comes back is still on the device: reading it waits for the device, so read it rarely,
+        and before the next step, which may overwrite it."""
+        examples = self.examples(self.block())
+        parameters = list(self.network.parameters())
+        parts, norm = self.take_step(lambda: self.gradients(self.losses, parameters, examples))
         return parts | {"gradient_norm": norm}
 
     def train(self, *, log_every: int, save_every: int, seconds: float) -> None:
         """Advance to the last step, or for about so many seconds; log and checkpoint on the way."""
         begun, resumed_at = time.perf_counter(), self.step
-        while self.step < self.recipe.steps and time.perf_counter() - begun < seconds:
+        log = Rows(self.out / "log.jsonl")
+        log.keep(lambda row: row["step"] <= resumed_at)  # those after the checkpoint will be written again
+        while self.step < self.config.steps and time.perf_counter() - begun < seconds:
             numbers = self.advance()
-            if self.step % log_every == 0 or self.step == self.recipe.steps:
-                line: dict[str, Any] = {"step": self.step, **{name: rounded(v) for name, v in numbers.items()}}
+            if self.step % log_every == 0 or self.step == self.config.steps:
                 spent = time.perf_counter() - begun
+                line: dict[str, Any] = {"step": self.step}
+                line |= {name: finite(rounded(value)) for name, value in numbers.items()}
                 line |= {"seconds": round(spent, 1), "ms_per_step": round(1e3 * spent / (self.step - resumed_at), 1)}
-                with (self.out / "log.jsonl").open("a", encoding="utf-8") as log:
-                    log.write(json.dumps(line) + "\n")
+                log.add([line])
                 print(line, flush=True)
             if self.step % save_every == 0:
                 self.save()
@@ -138,68 +162,56 @@ class SceneRun(ABC, Generic[R, N, B]):
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
 
     def save(self) -> None:
-        state = {
-            "step": self.step,
-            "recipe": asdict(self.recipe),
-            "model": self.model.state_dict(),
-            "average": self.average.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-        }
-        write_parts(state, self.step, self.out)
-
-    def _resume(self, state: dict[str, Any]) -> None:
-        stored = {name: tuple(v) if isinstance(v, list) else v for name, v in state["recipe"].items()}
-        if stored != asdict(self.recipe):
-            changed = [name for name, value in asdict(self.recipe).items() if stored.get(name) != value]
-            raise PullbackError(
-                f"out: the checkpoint in {self.out} was made by another recipe ({', '.join(changed)} differ). Choose "
-                "another folder, or the recipe it was made with."
-            )
-        self.model.load_state_dict(state["model"])
-        self.average.load_state_dict(state["average"])
-        for optimizer, stored_state in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(stored_state)
-        self.step = state["step"]
+        write_parts({"recipe": asdict(self.config), **self.state()}, self.step, self.out)
 
 
-def _optimizers(model: nn.Module, matrices: Sequence[nn.Parameter], recipe: SceneRecipe) -> list[torch.optim.Optimizer]:
-    """Muon (orthogonalised momentum) for the matrices of the blocks, AdamW for everything else.
+def write_parts(state: dict[str, Any], step: int, folder: Path, *, part_bytes: int = PART_BYTES) -> list[Path]:
+    """Write a checkpoint in parts of at most 15 MB, for file stores that refuse larger ones; delete older checkpoints.
 
-    With tiny-scenes, after 400 steps on an H200, AdamW alone (1e-3) had an AbsRel of 0.133, both together (3e-3) 0.097.
-    """
-    own = {id(p) for p in matrices}
-    rest = [p for p in model.parameters() if id(p) not in own]
-    groups = [
-        {"params": [p for p in rest if p.ndim > 1], "weight_decay": recipe.weight_decay},
-        {"params": [p for p in rest if p.ndim <= 1], "weight_decay": 0.0},
-    ]
-    fused = rest[0].device.type == "cuda"
-    adamw = torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(0.9, 0.99), fused=fused)
-    # its step has the size that AdamW's would have, so both share one learning rate
-    muon = StackedMuon(matrices, recipe.learning_rate, weight_decay=recipe.weight_decay)
-    return [muon, adamw]
-
-
-@dataclass(frozen=True)
-class RunOptions:
-    """What the command line of a recipe says beside the recipe."""
-
-    device: torch.device
-    out: Path
-    log_every: int
-    save_every: int
-    seconds: float
-    evaluate: int
-    compiled: bool
-
-    ARGUMENTS: ClassVar[tuple[str, ...]] = ("steps", "batch", "learning_rate", "seed")
+    They go only after the newer one is complete: whatever stops a run, the last whole checkpoint can be read."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    content = buffer.getbuffer()
+    count = max(1, math.ceil(len(content) / part_bytes))
+    written = []
+    for index in range(count):
+        path = folder / f"checkpoint-{step:06d}-{index + 1}-of-{count}"
+        write_bytes(path, bytes(content[index * part_bytes : (index + 1) * part_bytes]))
+        written.append(path)
+    for path in folder.glob("checkpoint-*"):
+        if path not in written:
+            path.unlink()
+    return written
 
 
-def parse(description: str | None, defaults: type[SceneRecipe], evaluate: int) -> tuple[RunOptions, dict[str, Any]]:
-    """The options of a run, and those of its recipe."""
+def read_parts(folder: Path, device: torch.device) -> dict[str, Any] | None:
+    """The state of the latest step of which all parts are there; None where there is none."""
+    found: dict[tuple[int, int], dict[int, Path]] = {}
+    for path in folder.glob("checkpoint-*"):
+        name = _PART.fullmatch(path.name)
+        if name:
+            step, index, count = map(int, name.groups())
+            found.setdefault((step, count), {})[index] = path
+    whole = [(step, parts) for (step, count), parts in found.items() if len(parts) == count]
+    if not whole:
+        return None
+    _, parts = max(whole, key=lambda entry: entry[0])
+    content = b"".join(parts[index].read_bytes() for index in sorted(parts))
+    state: dict[str, Any] = torch.load(io.BytesIO(content), map_location=device, weights_only=True)
+    return state
+
+
+_Run = TypeVar("_Run", bound=SceneRun[Any, Any, Any])
+
+
+def train_from_command_line(
+    description: str | None, recipe: type[SceneRecipe], run: type[_Run], *, evaluate: int
+) -> tuple[_Run, int]:
+    """Train as the command line says. Returns the run, and how many held-out scenes to evaluate it on."""
+    arguments = ("steps", "batch", "learning_rate", "seed")
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name in RunOptions.ARGUMENTS:
-        default = getattr(defaults, name)
+    for name in arguments:
+        default = getattr(recipe, name)
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, required=True)
@@ -210,13 +222,25 @@ def parse(description: str | None, defaults: type[SceneRecipe], evaluate: int) -
     parser.add_argument("--evaluate", type=int, default=evaluate, help="held-out scenes at the end")
     found = parser.parse_args()
     device = torch.device(found.device)
-    options = RunOptions(
-        device,
-        found.out,
-        found.log_every,
-        found.save_every,
-        found.seconds,
-        found.evaluate,
-        device.type == "cuda" and not found.no_compile,
-    )
-    return options, {name: getattr(found, name) for name in RunOptions.ARGUMENTS}
+    chosen = recipe(**{name: getattr(found, name) for name in arguments})
+    going = run(chosen, found.out, device, compiled=device.type == "cuda" and not found.no_compile)
+    going.train(log_every=found.log_every, save_every=found.save_every, seconds=found.seconds)
+    return going, found.evaluate
+
+
+@torch.no_grad()
+def draw_weights(network: nn.Module, seed: int) -> torch.Generator:
+    """Draw the weights of every linear map and convolution, and return the generator for what else is to be drawn."""
+    generator = torch.Generator().manual_seed(seed)
+    for module in network.modules():
+        if isinstance(module, (nn.Linear, nn.Conv2d, nn.ConvTranspose2d)):
+            spread = 0.02 if isinstance(module, nn.Linear) else module.weight[0].numel() ** -0.5
+            module.weight.normal_(0, spread, generator=generator)
+            if module.bias is not None:
+                module.bias.zero_()
+    return generator
+
+
+def signed(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Uniform in [-1, 1)."""
+    return 2 * torch.rand(shape, generator=generator) - 1

@@ -2,9 +2,8 @@
 
     python -m recipes.tiny_scenes --steps 3696 --batch 256 --device cuda --out runs/tiny-scenes
 
-Scenes are drawn block by block, each block is seen three times, mirrored and relit at random, and never again: drawing
-a picture takes longer than learning from it. Held-out seeds start at `HELD_OUT`. Everything follows from ``--seed`` and
-the step number, so a run that was stopped goes on exactly where its last checkpoint was written: call
+Scenes are drawn block by block (see `scene_run`), and each block is seen three times, mirrored and relit at random.
+Held-out seeds start at `HELD_OUT`. A run that was stopped goes on exactly where its last checkpoint was written: call
 the same command again. `log.jsonl` holds a line every ``--log-every`` steps; the averaged weights end up in `model/`, a
 folder that `load_probe` takes.
 """
@@ -22,11 +21,13 @@ from pullback.models.tiny_scenes import TinyScenes, TinyScenesConfig
 from pullback.scenes.render import CLASSES, SceneBatch, normalised, render
 from pullback.scenes.splits import HELD_OUT as HELD_OUT
 from recipes.evaluate_tiny_scenes import evaluate
-from recipes.scene_run import SceneRecipe, SceneRun, parse
+from recipes.scene_run import SceneRecipe, SceneRun, draw_weights, signed, train_from_command_line
 
 
 @dataclass(frozen=True)
 class Recipe(SceneRecipe):
+    """How the embedded `tiny-scenes` was trained."""
+
     steps: int = 3_696
     batch: int = 256
     block: int = 2048  # scenes drawn at a time
@@ -61,18 +62,8 @@ class Recipe(SceneRecipe):
 def build(recipe: Recipe) -> TinyScenes:
     """The network with its initial weights, the same for the same seed on every device."""
     model = TinyScenes(recipe.model())
-    generator = torch.Generator().manual_seed(recipe.seed)
+    generator = draw_weights(model, recipe.seed)
     with torch.no_grad():
-        for module in model.modules():
-            if isinstance(module, nn.Linear):
-                module.weight.normal_(0, 0.02, generator=generator)
-                if module.bias is not None:
-                    module.bias.zero_()
-            elif isinstance(module, (nn.Conv2d, nn.ConvTranspose2d)):
-                fan_in = module.weight[0].numel()
-                module.weight.normal_(0, fan_in**-0.5, generator=generator)
-                if module.bias is not None:
-                    module.bias.zero_()
         if model.head.second.bias is not None:
             model.head.second.bias.fill_(1.5)  # log depth of about 4.5 m, the middle of a scene
         embeddings = model.backbone.embeddings
@@ -102,19 +93,14 @@ class Examples:
         and colour. Draws come from the CPU, so that they are the same on every device."""
         count, device = len(self.label), self.label.device
         mirrored = (torch.rand(count, generator=generator) < 0.5).to(device)
-        gain, contrast = (1 + spread * _signed((count, 1, 1, 1), generator).to(device) for spread in (0.2, 0.2))
-        tint = 1 + 0.1 * _signed((count, 3, 1, 1), generator).to(device)
+        gain, contrast = (1 + spread * signed((count, 1, 1, 1), generator).to(device) for spread in (0.2, 0.2))
+        tint = 1 + 0.1 * signed((count, 3, 1, 1), generator).to(device)
         mean = self.rgb.mean((-3, -2, -1), keepdim=True)
         rgb = ((self.rgb - mean) * contrast + mean * gain) * tint
         pictures = torch.where(mirrored[:, None, None, None], rgb.flip(-1), rgb).clamp(0, 1)
         where = mirrored[:, None, None]
         depth = torch.where(where, self.depth.flip(-1), self.depth)
         return Examples(pictures, depth, torch.where(where, self.valid.flip(-1), self.valid), self.label)
-
-
-def _signed(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Uniform in [-1, 1)."""
-    return 2 * torch.rand(shape, generator=generator) - 1
 
 
 def losses(model: TinyScenes, examples: Examples, recipe: Recipe) -> dict[str, Tensor]:
@@ -141,36 +127,31 @@ def _differences(error: Tensor, valid: Tensor) -> Tensor:
 
 
 class Run(SceneRun[Recipe, TinyScenes, Examples]):
-    @staticmethod
-    def build(recipe: Recipe) -> TinyScenes:
-        return build(recipe)
+    build = staticmethod(build)
 
     @staticmethod
-    def matrices(model: TinyScenes) -> list[nn.Parameter]:
-        return [p for p in model.backbone.encoder.parameters() if p.ndim == 2]
+    def matrices(network: TinyScenes) -> list[nn.Parameter]:
+        return [p for p in network.backbone.encoder.parameters() if p.ndim == 2]
 
     def draw(self, seeds: range) -> Examples:
-        return Examples.of(render(seeds, size=self.recipe.size, device=self.device))
+        return Examples.of(render(seeds, size=self.config.size, device=self.device))
 
     def examples(self, block: Examples) -> tuple[Tensor, ...]:
-        rows = self.recipe.rows(self.step).to(self.device)
-        seen = block.rows(rows).varied(self.recipe.generator((1 << 31) + self.step))
+        rows = self.config.rows(self.step).to(self.device)
+        seen = block.rows(rows).varied(self.config.generator((1 << 31) + self.step))
         return seen.rgb, seen.depth, seen.valid, seen.label
 
     def losses(self, *examples: Tensor) -> dict[str, Tensor]:
         with self.autocast():
-            return losses(self.model, Examples(*examples), self.recipe)
+            return losses(self.network, Examples(*examples), self.config)
 
 
 def main() -> None:
-    options, chosen = parse(__doc__, Recipe, evaluate=1000)
-    recipe = Recipe(**chosen)
-    run = Run(recipe, options.out, options.device, compiled=options.compiled)
-    run.train(log_every=options.log_every, save_every=options.save_every, seconds=options.seconds)
-    write_network(run.average.eval().half(), options.out / "model")
-    if options.evaluate:
+    run, scenes = train_from_command_line(__doc__, Recipe, Run, evaluate=1000)
+    write_network(run.average.eval().half(), run.out / "model")
+    if scenes:
         # of what was written
-        print(evaluate(run.average.float(), count=options.evaluate, bank=2000, size=recipe.size, device=options.device))
+        print(evaluate(run.average.float(), count=scenes, bank=2000, size=run.config.size, device=run.device))
 
 
 if __name__ == "__main__":

@@ -24,9 +24,10 @@ from pullback.geometry.spectrum import as_token_maps
 from pullback.operators import DenseOperator, JacobianOperator, LowRankMetric
 from pullback.probes import ProbeMap, load_probe
 from pullback.randnla import exact_svd
+from pullback.runs.progress import Lines
 from pullback.scenes.render import SceneBatch, normalised, render
 from pullback.scenes.splits import HELD_OUT
-from recipes.measurement import Progress, mean_with_error, rounded, weights_sha256, write_result
+from recipes.measurement import mean_with_error, rounded, weights_sha256, write_result
 
 FIRST_SEED = 3 * HELD_OUT  # beside the bank and the queries of the evaluation
 METRES, LOG = "metres", "log metres"
@@ -194,7 +195,8 @@ def measure(
 
 
 def _maps_of(probe: ProbeMap, images: Tensor) -> Maps:
-    progress = Progress(probe.name, len(images))
+    progress = Lines()
+    progress.work(probe.name, len(images), "scenes")
     parts = []
     for some in images.split(_BATCH):
         parts.append(importance_maps(probe, some))

@@ -17,11 +17,11 @@ from pullback.cli.common import BAD_INPUT, INTERRUPTED
 from pullback.cli.prune import prune
 from pullback.experiments.demo import write_pictures
 from pullback.learning.head import HeadConfig, ImportanceHead
+from pullback.learning.pretrained import Origin
 from pullback.learning.spn import SpectralPullbackNetwork, SpnConfig
 from pullback.pruning.rules import Subject
 from pullback.registry import PRESETS, SCORES
 from pullback.scenes.render import render
-from pullback.targets.origin import Origin
 
 app = typer.Typer()
 app.command()(prune)

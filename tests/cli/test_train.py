@@ -176,7 +176,7 @@ def test_a_finished_run_is_written_again_without_training(place, tmp_path):
 def test_a_changed_setting_is_refused_in_one_line(place, tmp_path, option):
     assert head(place, tmp_path / "run").exit_code == 0
     result = head(place, tmp_path / "run", *option)
-    assert result.exit_code == BAD_INPUT and "was made with another configuration" in result.output
+    assert result.exit_code == BAD_INPUT and "holds a training run with other settings" in result.output
     assert option[0].strip("-").replace("-", "_") in result.output and "Traceback" not in result.output
 
 

@@ -113,13 +113,14 @@ def test_a_scene_that_cannot_be_read_is_skipped_and_named(command, tmp_path):
     run = command("--views", "2")
     assert run.exit_code == 0 and "skipped" not in run.output, "the damaged view is not asked for"
     (tmp_path / "scenes" / "kitchen" / "0.png").write_bytes(b"no picture")
-    run = command()
+    run = command("--out", str(rows))
     assert run.exit_code == 2 and "scenes: none of the 2 in" in run.output and "κ_cap" not in run.output
+    assert len(rows.read_text().splitlines()) == 1, "without a new row the old ones stay"
 
 
 def test_a_size_that_fits_no_scene_is_an_error_about_the_size(command):
     run = command("--size", "30")
-    assert run.exit_code == 2 and "error: size=30: expected a multiple of patch_size=14" in run.output
+    assert run.exit_code == 2 and "error: size=30: expected a width of whole patches" in run.output
     assert "skipped" not in run.output
 
 

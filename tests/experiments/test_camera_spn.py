@@ -118,10 +118,14 @@ def test_a_second_run_makes_only_the_rows_that_are_missing(model, tmp_path, quic
     assert quick_rows == [CONSTANT, UNTRAINED, "RandNLA q=1", "RandNLA q=2", "Spectral"], "each once"
     stored = json.loads(out.read_text())
     assert stored["probe"] == "toy camera-1 L01" and len(stored["settings"]["weights"]) == 64
-    with pytest.raises(PullbackError, match=r"out: .* was made with other settings \(steps differ\)"):
+    assert stored["device"] == "cpu" and {"machine", "commit", "date", "versions"} <= set(stored)
+    with pytest.raises(PullbackError, match=r"out: .* holds rows with other settings \(steps: 8 there, 9 asked for\)"):
         next(run(model, replace(TOY, steps=9), device="cpu", out=out))
-    out.write_text("[]")
+    out.write_text("{}")
     with pytest.raises(PullbackError, match=r"out: .* is no result of this experiment"):
+        next(run(model, TOY, device="cpu", out=out))
+    out.write_text("[]")
+    with pytest.raises(PullbackError, match=r"out: .* holds list, expected a JSON object"):
         next(run(model, TOY, device="cpu", out=out))
 
 

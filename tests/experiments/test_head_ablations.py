@@ -14,9 +14,11 @@ import pullback as pb
 from helpers.pictures import SMALL, write_pictures
 from pullback.errors import ModelError, PullbackError
 from pullback.experiments import head_ablations as module
-from pullback.experiments.head_ablations import ABLATIONS, PAPER, first_images, read_rows, run_ablation
+from pullback.experiments.head_ablations import ABLATIONS, PAPER, first_images, run_ablation
 from pullback.learning.head import ImportanceHead
 from pullback.learning.train_head import HeadExamples, StoredRows
+from pullback.runs.progress import Silent
+from pullback.runs.rows import Rows
 from pullback.targets.compute import compute_targets
 from pullback.targets.store import TargetStore
 
@@ -115,7 +117,18 @@ def test_fewer_images_are_the_first_ones_with_all_their_crops(setting):
 
 def test_the_same_seed_gives_the_same_row(setting):
     once, again = (run_ablation("E.1", *setting, steps=3, seeds=(1,)) for _ in range(2))
-    assert [{**row, "seconds": 0} for row in once] == [{**row, "seconds": 0} for row in again]
+    for rows in (once, again):
+        for row in rows:
+            row["seconds"] = row["provenance"]["date"] = None
+    assert once == again
+
+
+class Told(Silent):
+    def __init__(self) -> None:
+        self.parts: list[str] = []
+
+    def finished(self, part: str, line: str) -> None:
+        self.parts.append(part)
 
 
 def test_runs_that_are_in_the_file_are_not_run_again(setting, tmp_path, monkeypatch):
@@ -134,9 +147,10 @@ def test_runs_that_are_in_the_file_are_not_run_again(setting, tmp_path, monkeypa
         run_ablation("E.2", *setting, steps=2, seeds=(0, 1), out=out)
     with out.open("a") as file:
         file.write('{"ablation": "E.2", "vari')  # as a killed run leaves it
-    new = []
-    rows = run_ablation("E.2", *setting, steps=2, seeds=(0, 1), out=out, on_row=new.append)
-    assert len(new) == 3 and len(rows) == 6 == len(read_rows(out))
+    told = Told()
+    rows = run_ablation("E.2", *setting, steps=2, seeds=(0, 1), out=out, progress=told)
+    assert told.parts == ["w_rank 0.5, seed 1", "w_rank 1, seed 0", "w_rank 1, seed 1"]
+    assert len(rows) == 6 == len(Rows(out).read())
     assert [row["rho"] for row in rows] == pytest.approx([row["rho"] for row in expected])
     monkeypatch.setattr(StoredRows, "of", lambda *rest: pytest.fail("features are not needed any more"))
     assert run_ablation("E.2", *setting, steps=2, seeds=(0, 1), out=out) == rows
@@ -148,7 +162,7 @@ def test_rows_of_other_settings_stand_beside(setting, tmp_path):
     run_ablation("E.1", *setting, steps=3, seeds=(0,), out=out)
     probe, train, held_out = setting
     swapped = run_ablation("E.1", probe, held_out, train, steps=2, seeds=(0,), out=out)
-    assert len(read_rows(out)) == 6 and len(swapped) == 2 and {row["rows"] for row in swapped} == {3}
+    assert len(Rows(out).read()) == 6 and len(swapped) == 2 and {row["rows"] for row in swapped} == {3}
 
 
 def test_an_unknown_ablation_is_refused(setting):
@@ -164,7 +178,7 @@ def test_stores_of_another_probe_are_refused(setting, place):
 
 def test_a_file_of_something_else_is_refused(setting, tmp_path):
     (tmp_path / "notes.txt").write_text("dear diary\n")
-    with pytest.raises(PullbackError, match=r"out: .*notes.txt is no file of JSON lines .* Choose another one"):
+    with pytest.raises(PullbackError, match=r"out: line 1 of .*notes.txt is no JSON .* Choose another"):
         run_ablation("E.1", *setting, out=tmp_path / "notes.txt")
 
 
@@ -182,10 +196,11 @@ def script(place: Path, out: Path, *options: object):
 def test_the_script_writes_a_line_per_run_and_prints_the_paper_beside(place, tmp_path):
     result = script(place, tmp_path / "rows.jsonl", "--name", "E.1")
     assert result.exit_code == 0, result.output
-    assert len(read_rows(tmp_path / "rows.jsonl")) == 2
+    assert len(Rows(tmp_path / "rows.jsonl").read()) == 2
     assert "paper: DPT depth at layer 4" in result.output and "(paper 0.09), patches " in result.output
     again = script(place, tmp_path / "rows.jsonl", "--name", "E.1", "--seed", 1)
     assert again.output.count("seed 1: rho") == 2 and "seed 0" not in again.output
+    assert all(f"| importance | {seed} |" in again.stdout for seed in (0, 1)), "old rows stand in the table too"
 
 
 @pytest.mark.parametrize(

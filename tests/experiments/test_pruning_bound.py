@@ -25,7 +25,7 @@ GRID = (2, 3)
 def measured(decoder: str, stage: int = 1, name: str = "depth-v2") -> Measured:
     """In float64 throughout: `Measured.load` runs in float32, which would blur what is compared here."""
     runner = load_probe(model_of(name), decoder, stage)
-    return Measured(runner, replace(runner, layer=runner.backbone.depth - 1))
+    return Measured(runner, replace(runner, at=runner.backbone.depth - 1))
 
 
 def rows_for(decoder: str, ratios: tuple[float, ...] = (0.5,), name: str = "depth-v2") -> list[dict]:
@@ -134,7 +134,8 @@ def test_the_command_writes_rows_and_prints_the_table(tmp_path):
     assert done.exit_code == 0, done.output
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert len(rows) == 2 * 2 * 2 and rows[0]["model"] == str(tmp_path / "model")
-    assert done.output.strip() == table(rows)
+    assert done.stdout.strip() == table(rows) and "pruned runs: 4/4 images" in done.stderr
+    assert {"machine", "commit", "date"} <= set(rows[0]["provenance"])
     refused = CliRunner().invoke(app, [str(part) for part in [*options, *more, "--presets", "worst"]])
     assert refused.exit_code == 2 and "preset: expected one of" in refused.output
 

@@ -15,6 +15,7 @@ from pullback.experiments import scene_taxonomy as module
 from pullback.experiments.scene_taxonomy import (
     PAPER,
     Configuration,
+    Settings,
     configurations,
     draw_scenes,
     measure,
@@ -146,18 +147,18 @@ def test_the_command_writes_rows_and_goes_on_after_a_stop(tmp_path, two_rows, mo
     measured = []
     monkeypatch.setattr(module, "measure", lambda own, *rest, **more: measured.append(own) or {"new": True})
     out.write_text(lines[0] + "\n" + lines[1][:40])  # killed in the middle of a row
-    again = list(taxonomy_rows(str(model), scenes=1, size=28, rank=4, device="cpu", out=out))
+    again = list(taxonomy_rows(str(model), Settings(scenes=1, size=28, rank=4), device="cpu", out=out))
     assert again[0] == rows[0] and again[1]["new"] and [own.decoder for own in measured] == ["points-2"]
-    list(taxonomy_rows(str(model), scenes=1, size=28, rank=5, device="cpu", out=out))
+    list(taxonomy_rows(str(model), Settings(scenes=1, size=28, rank=5), device="cpu", out=out))
     assert len(measured) == 3 and len(out.read_text().splitlines()) == 4, "another rank is another measurement"
 
 
 def test_mistakes_are_named(tmp_path):
     with pytest.raises(PullbackError, match="view: expected one of the 2 views, 0 to 1, got 2"):
-        next(taxonomy_rows("nowhere", views=2, view=2))
+        next(taxonomy_rows("nowhere", Settings(views=2, view=2)))
     model = tiny(torch.float32).save_pretrained(tmp_path / "toy")
     with pytest.raises(PullbackError, match="layer: expected a layer of the aggregator from 0 to 3"):
-        next(taxonomy_rows(str(model), layer=9, device="cpu"))
+        next(taxonomy_rows(str(model), Settings(layer=9), device="cpu"))
 
 
 def test_what_a_row_does_not_have_is_a_dash_and_what_is_no_number_is_null(backbone, images):

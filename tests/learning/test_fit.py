@@ -116,13 +116,13 @@ def test_killed_while_it_writes_a_checkpoint_it_goes_on_from_the_last_whole_one(
     calls = []
     whole = torch.save
 
-    def interrupted(state, path) -> None:
-        calls.append(path)
+    def interrupted(state, file) -> None:
+        calls.append(file)
         if len(calls) < save:
-            return whole(state, path)
+            return whole(state, file)
         if moment == "in the middle of it":
-            whole(state, path)
-            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+            whole(state, file)
+            file.truncate(file.tell() // 2)
         raise Stopped
 
     with monkeypatch.context() as patched, pytest.raises(Stopped):
@@ -163,21 +163,23 @@ def test_patience_that_was_used_up_before_the_stop_counts(tmp_path):
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"learning_rate": 2e-2}, "learning_rate"),
-        ({"seed": 1, "batch": 8}, "batch, seed"),
-        ({"steps": 20}, "steps"),
+        ({"learning_rate": 2e-2}, "learning_rate: 0.01 there, 0.02 asked for"),
+        ({"seed": 1, "batch": 8}, "batch: 4 there, 8 asked for; seed: 0 there, 1 asked for"),
+        ({"steps": 20}, "steps: 11 there, 20 asked for"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_checkpoint_of_another_configuration_is_refused(tmp_path, change, named):
     run(tmp_path)
-    with pytest.raises(PullbackError, match=rf"out: .*checkpoint.pt was made with another .*\({named} differ\)"):
+    with pytest.raises(
+        PullbackError, match=rf"out: .*checkpoint.pt holds a training run with other settings \({named}\)"
+    ):
         run(tmp_path, replace(CONFIG, **change))
 
 
 def test_a_checkpoint_of_another_network_is_refused(tmp_path):
     run(tmp_path)
-    with pytest.raises(PullbackError, match=r"another configuration \(network.width differ\)"):
+    with pytest.raises(PullbackError, match=r"other settings \(network.width: 16 there, 24 asked for\)"):
         fit(tiny_head(width=24), head_task(), CONFIG, out=tmp_path)
 
 

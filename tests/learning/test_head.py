@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from pullback.errors import ModelError, ShapeError
 from pullback.learning.head import HeadConfig, ImportanceHead, inverse_softplus
 from pullback.learning.losses import conformal_loss
-from pullback.targets.origin import Origin
+from pullback.learning.pretrained import Origin
 
 DIM, WIDTH, TOKENS = 24, 32, 11
 

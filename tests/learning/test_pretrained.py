@@ -12,9 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from pullback.errors import ModelError
 from pullback.learning.head import ImportanceHead
-from pullback.learning.pretrained import CARD, CONFIG, WEIGHTS, Pretrained
+from pullback.learning.pretrained import CARD, CONFIG, WEIGHTS, Origin, Pretrained
 from pullback.learning.spn import SpectralPullbackNetwork
-from pullback.targets.origin import Origin
 
 ORIGIN = Origin("dinov2", "0123abcd", 10, "cls", 20, ((224, 224), (518, 686)))
 SCORES = {"spearman": 0.99812345678901, "V1": 1 / 3}

@@ -7,8 +7,8 @@ import torch
 
 from pullback.errors import ModelError, RankError, ShapeError
 from pullback.learning.losses import alignment, energy_loss, subspace_loss
+from pullback.learning.pretrained import Origin
 from pullback.learning.spn import AttentionBlock, SpectralPullbackNetwork, SpnConfig, orthonormal_columns
-from pullback.targets.origin import Origin
 
 DIM, RANK, WIDTH, TOKENS = 12, 4, 16, 9
 

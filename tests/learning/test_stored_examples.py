@@ -14,12 +14,10 @@ from pullback.learning.train_head import (
     StoredRows,
     feature_reader,
     fingerprint,
-    head_examples,
     kept,
     readable_rows,
     rows_of_table,
     split_by_image,
-    subset,
 )
 from pullback.targets.compute import compute_table, compute_targets
 from pullback.targets.recipe import targets_of
@@ -65,7 +63,8 @@ def test_rows_are_read_in_the_order_they_are_asked_for(photos, table):
     read = reader_of(table, photos)
     everything = read(torch.arange(len(table)))
     torch.testing.assert_close(read(torch.tensor([9, 2, 2])), everything[torch.tensor([9, 2, 2])])
-    torch.testing.assert_close(subset(read, [5, 9, 2])(torch.tensor([2, 0])), everything[torch.tensor([2, 5])])
+    some = StoredRows(table, read).select([5, 9, 2])
+    torch.testing.assert_close(some.features(torch.tensor([2, 0])), everything[torch.tensor([2, 5])])
 
 
 def test_plain_images_are_what_the_probe_reads(photos):
@@ -83,7 +82,8 @@ def test_features_carry_the_layers_that_a_decoder_reads_below_the_probe(photos):
     reader = feature_reader(probe, readable_rows(photos, probe.pixel_format(28)), probe.pixel_format(28))
     features = reader(torch.tensor([1, 0]))
     assert set(features.below) and probe(features).shape == (2, 2, 2)
-    plain = head_examples(compute_table(probe, photos, rank=2, size=28)[0], reader).features(torch.tensor([1, 0]))
+    stored = StoredRows(compute_table(probe, photos, rank=2, size=28)[0], reader)
+    plain = stored.examples().features(torch.tensor([1, 0]))
     assert type(plain) is torch.Tensor and torch.equal(plain, features.as_subclass(torch.Tensor))
 
 
@@ -107,7 +107,7 @@ def test_images_that_are_missing_are_refused_before_anything_is_read(table, tmp_
 
 def test_an_unknown_target_is_refused(photos, table):
     with pytest.raises(PullbackError, match="target: expected one of importance, block-norm, got 'gradient'"):
-        head_examples(table, reader_of(table, photos), target="gradient")
+        StoredRows(table, reader_of(table, photos)).examples("gradient")
 
 
 # ---- images without targets

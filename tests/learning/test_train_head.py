@@ -10,6 +10,7 @@ import torch
 
 import pullback as pb
 from helpers.pictures import SIZE, SMALL, write_pictures
+from helpers.progress import Heard
 from helpers.toys import tiny_head
 from pullback.errors import ImageError, ModelError, PullbackError
 from pullback.learning.fit import FitConfig
@@ -171,30 +172,31 @@ def test_progress_is_told_and_a_run_that_goes_on_counts_what_was_done(probe, sto
     class Stopped(Exception):
         pass
 
-    def stop(what: str, count: int) -> None:
-        if what == "step" and (tmp_path / "checkpoint.pt").exists():
-            raise Stopped
+    class Stopping(Heard):
+        def advance(self, count: int) -> None:
+            super().advance(count)
+            if (tmp_path / "checkpoint.pt").exists():
+                raise Stopped
 
     options = {"held_out": stores["held out"], "config": SHORT, **HEAD}
     with pytest.raises(Stopped):
-        ImportanceHead.fit(stores["train"], probe, out=tmp_path, watch=stop, **options)
-    heard: dict[str, list[int]] = {"features": [], "step": []}
-    head = ImportanceHead.fit(
-        stores["train"], probe, out=str(tmp_path), watch=lambda what, count: heard[what].append(count), **options
-    )
-    assert sum(heard["features"]) == 48 + 8 and heard["step"] == [4, 1, 1]
+        ImportanceHead.fit(stores["train"], probe, out=tmp_path, progress=Stopping(), **options)
+    heard = Heard()
+    head = ImportanceHead.fit(stores["train"], probe, out=str(tmp_path), progress=heard, **options)
+    assert heard.totals == {"computing features": 48 + 8, "training": 6}
+    assert sum(heard.counts["computing features"]) == 48 + 8 and heard.counts["training"] == [3, 1, 1, 1]
     assert moved(head, ImportanceHead.fit(stores["train"], probe, **options)) == 0
 
 
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"rank_weight": 1.0}, "rank_weight"),
-        ({"target": "block-norm"}, "network.target, target"),
-        ({"held_out": 0.2}, "held_out"),
-        ({"start": True}, "start"),
-        ({"config": replace(SHORT, seed=1)}, "seed"),
-        ({"train": "square"}, "train"),
+        ({"rank_weight": 1.0}, "rank_weight: 0.5 there, 1.0 asked for"),
+        ({"target": "block-norm"}, "target: 'importance' there, .*; network.target: 'importance' there, .*"),
+        ({"held_out": 0.2}, "held_out: .* asked for"),
+        ({"start": True}, "start: None there, .* asked for"),
+        ({"config": replace(SHORT, seed=1)}, "seed: 0 there, 1 asked for"),
+        ({"train": "square"}, "train: .* asked for"),
     ],
 )
 def test_a_checkpoint_of_another_run_is_refused(probe, stores, tmp_path, changes, named):
@@ -204,7 +206,9 @@ def test_a_checkpoint_of_another_run_is_refused(probe, stores, tmp_path, changes
         return train_head(probe, [stores[train]], start=head, **(known | options))
 
     run()
-    with pytest.raises(PullbackError, match=rf"out: .*checkpoint.pt was made with another .*\({named} differ\)"):
+    with pytest.raises(
+        PullbackError, match=rf"out: .*checkpoint.pt holds a training run with other settings \({named}\)"
+    ):
         run(**changes)
 
 
@@ -218,7 +222,7 @@ def test_no_store_is_an_error(probe):
 
 def test_a_store_of_another_layer_is_refused(probe, stores):
     with pytest.raises(ModelError, match=r"probe: .*train holds targets of another one \(layer: 1 there, 0 here\)"):
-        ImportanceHead.fit(stores["train"], replace(probe, layer=0))
+        ImportanceHead.fit(stores["train"], replace(probe, at=0))
 
 
 def test_a_store_of_other_weights_or_another_decoder_is_refused(probe, stores):

@@ -9,6 +9,7 @@ import torch
 
 import pullback as pb
 from helpers.pictures import SIZE, small_probe, write_pictures
+from helpers.progress import Heard
 from pullback.errors import ImageError, ModelError, PullbackError
 from pullback.learning.fit import FitConfig
 from pullback.learning.spn import SpectralPullbackNetwork
@@ -138,11 +139,12 @@ def test_the_judges_have_the_exact_modes_of_their_own_features(others):
 
 
 def test_only_so_many_images_are_trained_on(photos, others):
-    seen = []
-    trained(photos, others, size=28, limit=5, watch=lambda what, count: seen.append((what, count)))
-    assert [pair for pair in seen if pair[0] == "features"] == [("features", 4)]  # one of the five is broken
-    assert sum(count for what, count in seen if what == "targets") == 4
-    assert [count for what, count in seen if what == "step"] == [1, 1, 1, 1]
+    heard = Heard()
+    trained(photos, others, size=28, limit=5, constant_images=3, progress=heard)
+    assert heard.counts["computing features"] == [4]  # one of the five is broken
+    assert sum(heard.counts["computing held-out modes"]) == 4
+    assert heard.totals["computing the constant subspace"] == 3
+    assert heard.counts["training"] == [0, 1, 1, 1, 1]
 
 
 def test_kept_and_recomputed_features_give_the_same_network_up_to_rounding(photos, others):
@@ -164,11 +166,11 @@ def test_another_seed_gives_another_network(photos, others):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"supervision": "spectral"}, "supervision"),
-        ({"power_iters": 2, "sketch_width": 5}, "power_iters, sketch_width"),
-        ({"limit": 6}, "images"),
-        ({"layer": 0}, "probe.layer"),
-        ({"size": 28}, "probe.grid, probe.size, probe.tokens"),
+        ({"supervision": "spectral"}, "supervision: 'randnla' there, 'spectral' asked for"),
+        ({"power_iters": 2, "sketch_width": 5}, "power_iters: 1 there, .*; sketch_width: None there, .*"),
+        ({"limit": 6}, "images: .* asked for"),
+        ({"layer": 0}, "probe.layer: 1 there, 0 asked for"),
+        ({"size": 28}, "probe.tokens: 7 there, .*; probe.grid: .*; probe.size: .*"),
     ],
     ids=["supervision", "sketch", "images", "layer", "size"],
 )
@@ -177,8 +179,10 @@ def test_a_checkpoint_of_another_run_is_refused(photos, others, tmp_path, change
     assert moved(first, trained(photos, others, out=str(tmp_path))) == 0
     layer = changes.get("layer", 1)
     options = {name: value for name, value in changes.items() if name != "layer"}
-    with pytest.raises(PullbackError, match=rf"out: .*checkpoint.pt was made with another .*\({named} differ\)"):
-        trained(photos, others, replace(small_probe(), layer=layer), out=tmp_path, **options)
+    with pytest.raises(
+        PullbackError, match=rf"out: .*checkpoint.pt holds a training run with other settings \({named}\)"
+    ):
+        trained(photos, others, replace(small_probe(), at=layer), out=tmp_path, **options)
 
 
 @pytest.mark.parametrize("sizes", [{"heads": 3}, {"heads": 0}, {"width": 0}])

@@ -9,9 +9,9 @@ from helpers.families import images_for, model_of, random_normal, seeded_vit
 from pullback.backbones import load_backbone
 from pullback.errors import ModelError, PullbackError
 from pullback.learning.head import HeadConfig, ImportanceHead
+from pullback.learning.pretrained import Origin
 from pullback.pruning import PrunePlan, preset, run_pruned
 from pullback.pruning.matching import cosines, removal_costs, residuals, rows
-from pullback.targets.origin import Origin
 
 LAST = 5
 

@@ -8,8 +8,8 @@ from helpers.families import images_for, model_of
 from pullback.backbones import load_backbone
 from pullback.errors import ModelError, PullbackError
 from pullback.learning.head import ImportanceHead
+from pullback.learning.pretrained import Origin
 from pullback.pruning import preset, run_pruned
-from pullback.targets.origin import Origin
 
 
 def importance_of(spn):

@@ -1,6 +1,7 @@
 """The recipe of tiny-scenes at toy size: it learns, resumes exactly, and depends on its seed alone."""
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -8,7 +9,8 @@ import torch
 from pullback.errors import PullbackError
 from pullback.scenes.render import render
 from pullback.scenes.splits import HELD_OUT
-from recipes.step_gradients import eager_gradients
+from recipes.optim import eager_gradients
+from recipes.scene_run import write_parts
 from recipes.tiny_scenes import Examples, Recipe, Run
 
 TOY = Recipe(
@@ -24,7 +26,7 @@ def run(recipe: Recipe, out, **limits) -> Run:
 
 
 def weights(run: Run) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for p in [*run.model.parameters(), *run.average.parameters()]])
+    return torch.cat([p.detach().flatten() for p in [*run.network.parameters(), *run.average.parameters()]])
 
 
 def test_a_run_that_was_stopped_goes_on_exactly_where_it_was(tmp_path):
@@ -38,6 +40,25 @@ def test_a_run_that_was_stopped_goes_on_exactly_where_it_was(tmp_path):
     assert torch.equal(weights(resumed), weights(whole))
 
 
+def test_lines_after_the_last_checkpoint_are_written_again(tmp_path):
+    first = Run(TOY, tmp_path, CPU)
+    first.save()
+    first.train(log_every=1, save_every=1000, seconds=1e9)
+    for part in tmp_path.glob("checkpoint-*"):
+        part.unlink()
+    Run(TOY, tmp_path, CPU).train(log_every=1, save_every=1000, seconds=1e9)
+    assert [json.loads(line)["step"] for line in (tmp_path / "log.jsonl").read_text().splitlines()] == [1, 2, 3, 4]
+
+
+def test_a_checkpoint_that_calls_its_network_a_model_goes_on(tmp_path):
+    first = Run(TOY, tmp_path, CPU)
+    first.advance()
+    state = {"recipe": asdict(TOY), **first.state()}
+    write_parts({("model" if name == "network" else name): part for name, part in state.items()}, 1, tmp_path)
+    again = Run(TOY, tmp_path, CPU)
+    assert again.step == 1 and torch.equal(weights(again), weights(first))
+
+
 def test_the_same_seed_gives_the_same_weights_and_another_seed_others(tmp_path):
     again = [weights(run(TOY, tmp_path / name)) for name in ("a", "b")]
     other = weights(run(replace(TOY, seed=1), tmp_path / "c"))
@@ -47,7 +68,7 @@ def test_the_same_seed_gives_the_same_weights_and_another_seed_others(tmp_path):
 
 def test_a_checkpoint_of_another_recipe_is_refused(tmp_path):
     run(TOY, tmp_path)
-    with pytest.raises(PullbackError, match=r"another recipe \(learning_rate differ"):
+    with pytest.raises(PullbackError, match=r"other settings \(learning_rate: 0.003 there, 1.0 asked for"):
         Run(replace(TOY, learning_rate=1.0), tmp_path, CPU)
 
 

@@ -13,8 +13,9 @@ from helpers.families import model_of
 from helpers.pictures import small_probe
 from pullback.errors import PullbackError
 from pullback.runs.provenance import weights_hash
+from pullback.runs.settings import check_settings
 from pullback.targets.recipe import Recipe
-from pullback.targets.store import check_same, configuration
+from pullback.targets.store import NOT_COMPARED, configuration
 
 
 def layer(seed: int = 0) -> nn.Module:
@@ -40,6 +41,11 @@ def test_the_hash_is_that_of_names_dtypes_shapes_and_bytes():
     content = b"bias torch.float32 (1,)\n" + struct.pack("<f", 0.5)
     content += b"weight torch.float32 (1, 2)\n" + struct.pack("<2f", 1.0, -2.0)
     assert weights_hash(fixed) == hashlib.sha256(content).hexdigest()
+
+
+def check_same(stored: dict, asked: dict) -> None:
+    """As `StoreWriter.claim` compares."""
+    check_settings(stored, asked, "folder", holds="targets", ignore=NOT_COMPARED)
 
 
 def config(probe=None, **changes) -> dict:
@@ -68,20 +74,20 @@ def test_other_weights_layers_distances_and_metrics_are_other_configurations():
     for name, probe in others.items():
         assert config(probe)[name] != base[name]
         with pytest.raises(PullbackError, match=rf"{name}: .* there, .* asked for"):
-            check_same(base, config(probe), "folder")
+            check_same(base, config(probe))
 
 
 def test_every_difference_is_named_with_the_fix():
     with pytest.raises(PullbackError) as caught:
-        check_same(config(), config(seed=1, source="other"), "folder")
+        check_same(config(), config(seed=1, source="other"))
     assert str(caught.value) == (
-        "out: folder holds targets of another configuration (seed: 0 there, 1 asked for; source: 'photos' there, "
-        "'other' asked for). Ask for the same to resume it, or choose another folder."
+        "out: folder holds targets with other settings (seed: 0 there, 1 asked for; source: 'photos' there, "
+        "'other' asked for). Ask for the same settings to go on with it, or choose another folder."
     )
 
 
 def test_the_models_name_and_the_packages_version_may_differ():
-    check_same(config(), config() | {"model": "elsewhere/copy", "pullback": "9.9"}, "folder")
+    check_same(config(), config() | {"model": "elsewhere/copy", "pullback": "9.9"})
 
 
 def test_a_probe_of_several_layers_has_a_configuration_too():

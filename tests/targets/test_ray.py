@@ -15,10 +15,9 @@ from helpers.pictures import SMALL, DeadlyItem, small_probe, write_pictures
 from helpers.rows import assert_same_rows
 from pullback.data import Source, open_source
 from pullback.errors import PullbackError
-from pullback.targets.compute import compute_table, compute_targets
+from pullback.targets.compute import Job, Work, compute_table, compute_targets, plan
 from pullback.targets.ray import TRIES, TargetWorker, counted, packed, unpacked
 from pullback.targets.recipe import Recipe
-from pullback.targets.shards import Job, Work, plan
 from pullback.targets.store import StoreWriter
 
 pytestmark = pytest.mark.timeout(240)
@@ -28,15 +27,16 @@ pytestmark = pytest.mark.timeout(240)
 def ray():
     pytest.importorskip("pyarrow", reason="pyarrow is not installed (the extra pullback[targets])")
     tests = str(Path(__file__).parents[1])  # where the workers find the class of the deadly image
-    settings = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "PYTHONPATH": tests}
-    os.environ.update(settings)
-    ray = pytest.importorskip("ray", reason="Ray is not installed (the extra pullback[ray])")
-    pytest.importorskip("ray.data", reason="Ray Data is not installed (the extra pullback[ray])")
-    ray.init(num_cpus=4, num_gpus=0, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    yield ray
-    ray.shutdown()
-    for name in settings:
-        del os.environ[name]
+    path = os.pathsep.join([tests, *filter(None, [os.environ.get("PYTHONPATH")])])
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patched.setenv("RAY_AUTH_MODE", "disabled")
+        patched.setenv("PYTHONPATH", path)
+        ray = pytest.importorskip("ray", reason="Ray is not installed (the extra pullback[ray])")
+        pytest.importorskip("ray.data", reason="Ray Data is not installed (the extra pullback[ray])")
+        ray.init(num_cpus=4, num_gpus=0, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+        yield ray
+        ray.shutdown()
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -85,12 +85,10 @@ def head(
         probe = load_any_probe(
             name, stored["decoder"], stored["layer"], place, stored["distance"], stored.get("after_norm", True)
         )
-        judge = _held_out(held_out)
-        rows = sum(map(len, stores)) + (0 if isinstance(judge, float) else len(judge))
         fitted = train_head(
             probe,
             stores,
-            judge,
+            _held_out(held_out),
             images=images,
             width=width,
             heads=heads,
@@ -109,7 +107,7 @@ def head(
             ),
             out=out,
             tensorboard=tensorboard,
-            watch=_watch(progress, {"features": rows, "step": steps}),
+            progress=progress,
         )
         _finish(fitted, out)
 
@@ -158,12 +156,10 @@ def spn(
 
         progress.stage(f"loading {model}")
         probe = load_any_probe(model, decoder, None if layer is None else parse_layer(layer), place)
-        judges, source = open_source(held_out), open_source(images)
-        expected = source.count if source.count is None or limit is None else min(source.count, limit)
         fitted = train_spn(
             probe,
-            source,
-            judges,
+            open_source(images),
+            open_source(held_out),
             rank=rank,
             width=width,
             heads=heads,
@@ -185,10 +181,7 @@ def spn(
             ),
             out=out,
             tensorboard=tensorboard,
-            watch=_watch(
-                progress,
-                {"targets": judges.count, "features": expected, "constant": constant_images or None, "step": steps},
-            ),
+            progress=progress,
         )
         _finish(fitted, out)
 
@@ -235,27 +228,6 @@ def _held_out(text: str) -> TargetStore | float:
     if not Path(text).is_dir():
         raise PullbackError(f"held-out: expected a store of targets or a share such as 0.1, got {text!r}.")
     return Store.open(text)
-
-
-_UNITS = {"features": "images", "targets": "images", "step": "steps"}
-
-
-def _watch(progress: ProgressDisplay, totals: dict[str, int | None]) -> Callable[[str, int], None]:
-    """Show a bar for each kind of work, one after the other."""
-    current = ""
-
-    def advance(what: str, count: int) -> None:
-        nonlocal current
-        total = totals.get(what)
-        if total is None:
-            progress.stage(what)
-            return
-        if what != current:
-            current = what
-            progress.work(f"computing {what}" if what != "step" else "training", total, _UNITS[what])
-        progress.advance(count)
-
-    return advance
 
 
 def _finish(model: Pretrained, out: Path) -> None:

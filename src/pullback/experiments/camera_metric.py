@@ -12,11 +12,10 @@ Spearman 0.995 and 97 % of the tokens.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
@@ -25,14 +24,17 @@ from torch import Tensor
 from pullback.data.images import SkippedImage
 from pullback.errors import ImageError, PullbackError
 from pullback.evaluation import spearman
-from pullback.geometry import Spectrum, spectrum, token_importance
+from pullback.experiments.command import Device, NewRowsOut, Row, RowFile, Vggt, explained
+from pullback.geometry import spectrum, token_importance
 from pullback.geometry.spectrum import output_size
 from pullback.probes import ProbeMap, load_probe
 from pullback.randnla import effective_rank_from_spectrum
+from pullback.runs.progress import Lines
+from pullback.runs.provenance import provenance
+from pullback.runs.rows import finite
 from pullback.vggt.camera_metric import CameraMetric
 from pullback.vggt.views import SceneFolder, check_width, find_scenes
 
-Row = dict[str, Any]
 PRUNED = 0.5
 PAPER = {"kappa": 0.99, "spearman": 0.995, "agreement": 0.97}
 
@@ -50,6 +52,7 @@ class MetricComparison:
     agreement_patches: Tensor
 
     def rows(self) -> list[Row]:
+        """One row per scene; None for a correlation of scores that are all equal, as patches have at the last layer."""
         columns = {
             "kappa_euclidean": self.kappa[0],
             "kappa_so3": self.kappa[1],
@@ -59,7 +62,7 @@ class MetricComparison:
             **{name: getattr(self, name) for name in ("agreement_all", "agreement_patches")},
         }
         return [
-            {"rank": self.rank, **{name: _number(values[i]) for name, values in columns.items()}}
+            {"rank": self.rank, **{name: finite(float(values[i])) for name, values in columns.items()}}
             for i in range(len(self.spearman_all))
         ]
 
@@ -85,7 +88,7 @@ def compare_metrics(
     importance = [token_importance(own) for own in found]
     patches = found[0].token_layout.patch_mask().to(importance[0].device)
     on_patches = [own[:, patches] for own in importance]
-    kappas = [kappa_at(own, used) for own in found]
+    kappas = [own.kappa.value[:, used - 1] for own in found]
     ranks = [effective_rank_from_spectrum(own.singular_values) for own in found]
     return MetricComparison(
         rank=used,
@@ -96,15 +99,6 @@ def compare_metrics(
         agreement_all=pruning_agreement(importance[0], importance[1], prune_ratio),
         agreement_patches=pruning_agreement(on_patches[0], on_patches[1], prune_ratio),
     )
-
-
-def _number(value: Tensor) -> float | None:
-    """JSON has no NaN: a correlation with scores that are all equal, as those of patches at the last layer are."""
-    return None if value.isnan() else float(value)
-
-
-def kappa_at(found: Spectrum, rank: int) -> Tensor:
-    return found.kappa.value[:, rank - 1]
 
 
 def pruning_agreement(first: Tensor, second: Tensor, ratio: float = PRUNED) -> Tensor:
@@ -160,40 +154,36 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def main(
-    model: Annotated[str, typer.Option(help="A VGGT: hub id, folder or .safetensors file.")],
+    model: Vggt,
     scenes: Annotated[Path, typer.Option(help="Every folder below that holds images is a scene.")],
     layer: Annotated[int | None, typer.Option(help="Of the aggregator.", show_default="the last but one")] = None,
     views: Annotated[int | None, typer.Option(min=1, help="Of each scene.", show_default="all")] = None,
     size: Annotated[int | None, typer.Option(help="Width of the views.", show_default="the model's own")] = None,
     rank: Annotated[int, typer.Option(min=1, help="Of kappa_cap.")] = 20,
     pose_derivative: Annotated[str, typer.Option(help="exact or official.")] = "exact",
-    out: Annotated[Path | None, typer.Option(help="File of JSON lines, written anew.")] = None,
-    device: Annotated[str, typer.Option(help="auto: the GPU where there is one.")] = "auto",
+    out: NewRowsOut = None,
+    device: Device = "auto",
 ) -> None:
     """The camera under two output metrics."""
-    try:
+    with explained():
         folders = find_scenes(scenes)
         probe = load_probe(model, "camera", layer, device=device, pose_derivative=pose_derivative)
-        rows: list[Row] = []
+        progress, file = Lines(), RowFile(out, anew=True)
+        progress.work("camera under two metrics", len(folders), "scenes")
+        shared = {"provenance": provenance(probe.device)}
         for row in scene_rows(probe, folders, rank=rank, views=views, size=size):
             if isinstance(row, SkippedImage):
-                typer.echo(f"skipped {row}", err=True)
-                continue
-            rows.append(row)
-            if out is not None:
-                out.parent.mkdir(parents=True, exist_ok=True)
-                with out.open("w" if len(rows) == 1 else "a", encoding="utf-8") as file:
-                    file.write(json.dumps(row, allow_nan=False) + "\n")
-        if not rows:
+                progress.stage(f"skipped {row}")
+            else:
+                file.add(row | shared)
+            progress.advance(1)
+        if not file.rows:
             raise ImageError(
                 f"scenes: none of the {len(folders)} in {scenes} can be read. Replace the files named above."
             )
-        typer.echo(table(rows))
-        if len(rows) < len(folders):
-            typer.echo(f"means over {len(rows)} of {len(folders)} scenes; the others were skipped")
-    except (PullbackError, OSError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from None
+        typer.echo(table(file.rows))
+        if len(file.rows) < len(folders):
+            typer.echo(f"means over {len(file.rows)} of {len(folders)} scenes; the others were skipped")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,4 @@
-"""The networks of `camera_spn.py`: one probe, scenes to learn from and to be judged by, and a row for each network.
-
-The Spectral Pullback Network on the camera of scenes: the paper's controlled case, where J has 9 rows a view.
+"""The Spectral Pullback Network on the camera of scenes: the paper's controlled case, where J has 9 rows a view.
 
     python -m pullback.experiments.camera_spn --model runs/tiny-views/model --layer 4 --views 2 --train-scenes 1000 \
         --held-out 100 --steps 600 --batch 16 --device cuda --out spn.json
@@ -16,8 +14,6 @@ The file is written after every row; the same command goes on with the rows that
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,13 +30,14 @@ from torch import Tensor
 from pullback.backbones import load_any_backbone
 from pullback.decoders import build_decoder
 from pullback.errors import DecoderError, PullbackError, RankError
+from pullback.evaluation.statistics import mean_and_error
+from pullback.experiments.command import Device, Row, Vggt, explained
 from pullback.experiments.scene_taxonomy import draw_scenes
 from pullback.geometry.spectrum import output_size
 from pullback.learning.fit import FitConfig, fit
 from pullback.learning.losses import alignment
 from pullback.learning.spn import SpectralPullbackNetwork, SpnConfig
 from pullback.learning.train_spn import (
-    ExampleScores,
     MetricNetwork,
     RandNLA,
     Spectral,
@@ -56,11 +53,13 @@ from pullback.learning.train_spn import (
 from pullback.probes import ProbeMap
 from pullback.report.console import console
 from pullback.report.wording import UNKNOWN, plain, short_name
-from pullback.runs.provenance import weights_hash
+from pullback.runs.files import make_folder, read_json, write_json
+from pullback.runs.progress import Lines
+from pullback.runs.provenance import provenance, weights_hash
+from pullback.runs.settings import check_settings
 from pullback.scenes.splits import HELD_OUT
 from pullback.targets.recipe import targets_of
 
-Row = dict[str, Any]
 TRAIN = 4 * HELD_OUT
 """The first training seed, beside those of the backbone's training and of every evaluation."""
 RANK = 20
@@ -91,34 +90,48 @@ class Settings:
     seed: int = 0
 
 
-@dataclass(frozen=True, eq=False)
-class SceneSet:
-    """Scenes with the exact modes of J there. Features [n, N, C] carry the layout of their views."""
+def run(
+    model: str,
+    settings: Settings,
+    *,
+    runs: Sequence[str] = SUPERVISIONS,
+    device: str = "auto",
+    out: Path | None = None,
+) -> Iterator[Row]:
+    """Row after row, old and new; with ``out``, from and to a JSON file that also holds settings and facts."""
+    probe = camera_probe(model, settings, device)
+    for name in runs:
+        supervision_of(name.removesuffix(FROM_CONSTANT), probe, settings.precision)
+    asked = {**asdict(settings), "weights": weights_hash(probe.backbone.model)}
+    rows: list[Row] = []
+    if out is not None:
+        make_folder(out.parent)
+        rows = stored_rows(out, asked)
+    known = {row["network"]: row for row in rows}
+    experiment: CameraSpn | None = None
+    for name in (CONSTANT, UNTRAINED, *runs):
+        if name in known:
+            yield known[name]
+            continue
+        if experiment is None:  # a file that holds every row needs no scenes
+            experiment = CameraSpn(probe, settings)
+        row = experiment.row(name)
+        rows.append(row)
+        if out is not None:
+            write_json(out, {"settings": asked, **provenance(probe.device), **experiment.facts(), "rows": rows})
+        yield row
 
-    features: Tensor
-    examples: SpnExamples
 
-
-def scene_set(probe: ProbeMap, images: Tensor, rank: int) -> SceneSet:
-    """Modes are exact and in float32 whatever the supervision's products are: they judge it."""
-    features = probe.features(images)
-    targets = targets_of(probe, features, rank=rank, method="exact", keep_modes=True)
-    assert targets.modes is not None
-    layout = probe.token_layout(features)
-    known = targets.modes, targets.singular_values, targets.total.value
-    return SceneSet(features, SpnExamples(lambda rows: features[rows], *known, layout.prefix, layout.views))
-
-
-def supervision_of(name: str, probe: ProbeMap, precision: str) -> Supervision:
-    choices: dict[str, Supervision] = {
-        "RandNLA q=1": RandNLA(probe, 1, precision=precision, signal_probes=0),
-        "RandNLA q=2": RandNLA(probe, 2, precision=precision, signal_probes=0),
-        "Spectral": Spectral(probe, precision=precision),
-    }
-    if name not in choices:
-        known = ", ".join(choices)
-        raise PullbackError(f"runs: expected some of {known}, each also with '{FROM_CONSTANT}', got {name!r}.")
-    return choices[name]
+def stored_rows(path: Path, asked: Mapping[str, Any]) -> list[Row]:
+    """The rows of a file that was made with these settings; none where there is no file."""
+    if not path.is_file():
+        return []
+    stored = read_json(path, "out")
+    if not {"settings", "rows"} <= stored.keys():
+        raise PullbackError(f"out: {path} is no result of this experiment. Choose another file.")
+    check_settings(stored["settings"], asked, path, holds="rows")
+    rows: list[Row] = stored["rows"]
+    return rows
 
 
 class CameraSpn:
@@ -126,24 +139,22 @@ class CameraSpn:
 
     def __init__(self, probe: ProbeMap, settings: Settings) -> None:
         self.probe, self.settings = probe, settings
-        trained, judged = (self._images(first, count) for first, count in self._seeds())
+        trained = self._images(TRAIN, settings.train_scenes)
+        judged = self._images(HELD_OUT, settings.held_out)
         self.rank = rank_of(probe, judged, settings.rank)
         self.train = scene_set(probe, trained, self.rank)
         self.held_out = scene_set(probe, judged, self.rank)
         subspace = constant_subspace(self.train.examples.modes, self.rank)
         self.subspace, self.constant = subspace, constant_network(subspace)
-        self.of_constant: ExampleScores = example_scores(self.constant, self.held_out.examples)
-
-    def _seeds(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        return (TRAIN, self.settings.train_scenes), (HELD_OUT, self.settings.held_out)
+        self.of_constant = example_scores(self.constant, self.held_out.examples)
 
     def _images(self, first: int, count: int) -> Tensor:
         size = self.settings.size or self.probe.backbone.preprocessing.size
         return draw_scenes(range(first, first + count), size=size, views=self.settings.views, device=self.probe.device)
 
     def facts(self) -> Row:
-        """Of the held-out scenes: the ceilings of the natural ratio and of V_1 (below 1 where J has fewer than r
-        directions: those that it lacks are zeros), and how unequal the directions are."""
+        """What is known of the held-out scenes: the ceilings of the natural ratio and of V_1 (below 1 where J has fewer
+        than r directions: those that it lacks are zeros), and how unequal the directions are."""
         own = self.held_out.examples
         energies = own.singular_values.double().square()
         layout = self.probe.token_layout(self.held_out.features)
@@ -160,15 +171,16 @@ class CameraSpn:
         }
 
     def row(self, name: str) -> Row:
+        """What is measured of one network: the constant, the untrained one, or one trained under a supervision."""
         begun = time.perf_counter()
         network = self.constant if name == CONSTANT else self._network(name)
         found = comparison_row(name, example_scores(network, self.held_out.examples), self.of_constant)
         ratio = natural_sensitivity_ratio(network, self.probe, self.held_out.examples)
-        spread = float(ratio.std()) / len(ratio) ** 0.5 if len(ratio) > 1 else None
+        mean, error = mean_and_error(ratio)
         return {
             **found,
-            "natural_ratio": float(ratio.mean()),
-            "natural_ratio_se": spread,
+            "natural_ratio": mean,
+            "natural_ratio_se": error if len(ratio) > 1 else None,
             "paper_v1_of_compressed_depth": PAPER.get(name),
             "seconds": round(time.perf_counter() - begun, 2),
         }
@@ -204,8 +216,40 @@ class CameraSpn:
         return network.to(features.device).start_from(features[first], examples.singular_values[first])
 
 
+@dataclass(frozen=True, eq=False)
+class SceneSet:
+    """Scenes with the exact modes of J there. Features [n, N, C] carry the layout of their views."""
+
+    features: Tensor
+    examples: SpnExamples
+
+
+def scene_set(probe: ProbeMap, images: Tensor, rank: int) -> SceneSet:
+    """Compute features and modes of these scenes. Modes are exact and in float32 whatever the supervision's products
+    are: they judge it."""
+    features = probe.features(images)
+    targets = targets_of(probe, features, rank=rank, method="exact", keep_modes=True)
+    assert targets.modes is not None
+    layout = probe.token_layout(features)
+    known = targets.modes, targets.singular_values, targets.total.value
+    return SceneSet(features, SpnExamples(lambda rows: features[rows], *known, layout.prefix, layout.views))
+
+
+def supervision_of(name: str, probe: ProbeMap, precision: str) -> Supervision:
+    """The supervision that a row of the paper's table is named after."""
+    choices: dict[str, Supervision] = {
+        "RandNLA q=1": RandNLA(probe, 1, precision=precision, signal_probes=0),
+        "RandNLA q=2": RandNLA(probe, 2, precision=precision, signal_probes=0),
+        "Spectral": Spectral(probe, precision=precision),
+    }
+    if name not in choices:
+        known = ", ".join(choices)
+        raise PullbackError(f"runs: expected some of {known}, each also with '{FROM_CONSTANT}', got {name!r}.")
+    return choices[name]
+
+
 def rank_of(probe: ProbeMap, images: Tensor, rank: int | None) -> int:
-    """As asked for, or as many directions as J has rows, at most `RANK`."""
+    """The rank of the networks: ``rank``, or as many directions as J has rows, at most `RANK`."""
     rows = output_size(probe, probe.features(images[:1]))
     if rank is not None and not 1 <= rank <= rows:
         raise RankError(
@@ -216,6 +260,7 @@ def rank_of(probe: ProbeMap, images: Tensor, rank: int | None) -> int:
 
 
 def camera_probe(model: str, settings: Settings, device: str) -> ProbeMap:
+    """The cameras of a VGGT at the layer of the settings."""
     if not re.fullmatch(r"camera(-\d+)?", settings.decoder):
         raise DecoderError(
             f"decoder: expected 'camera' (of all views) or one such as 'camera-1' (of one view), got "
@@ -224,62 +269,6 @@ def camera_probe(model: str, settings: Settings, device: str) -> ProbeMap:
     backbone = replace(load_any_backbone(model, device=device), name=short_name(model))
     layer = backbone.depth // 2 if settings.layer is None else settings.layer
     return ProbeMap(backbone, build_decoder(settings.decoder, backbone), layer)
-
-
-def run(
-    model: str,
-    settings: Settings,
-    *,
-    runs: Sequence[str] = SUPERVISIONS,
-    device: str = "auto",
-    out: Path | None = None,
-) -> Iterator[Row]:
-    """Row after row, old and new; with ``out``, from and to a JSON file that also holds settings and facts."""
-    probe = camera_probe(model, settings, device)
-    for name in runs:
-        supervision_of(name.removesuffix(FROM_CONSTANT), probe, settings.precision)
-    asked = {**asdict(settings), "weights": weights_hash(probe.backbone.model)}
-    stored = {} if out is None else stored_result(out, asked)
-    rows: list[Row] = stored.get("rows", [])
-    known = {row["network"]: row for row in rows}
-    experiment: CameraSpn | None = None
-    for name in (CONSTANT, UNTRAINED, *runs):
-        if name in known:
-            yield known[name]
-            continue
-        if experiment is None:  # a file that holds every row needs no scenes
-            experiment = CameraSpn(probe, settings)
-        row = experiment.row(name)
-        rows.append(row)
-        if out is not None:
-            save(out, {"settings": asked, "device": str(probe.device), **experiment.facts(), "rows": rows})
-        yield row
-
-
-def stored_result(path: Path, asked: Mapping[str, Any]) -> Row:
-    """What the file holds, if it was made with these settings; nothing where there is none."""
-    if not path.exists():
-        return {}
-    try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
-        settings = stored["settings"]
-    except (ValueError, KeyError, TypeError):
-        raise PullbackError(f"out: {path} is no result of this experiment. Choose another file.") from None
-    changed = [name for name in sorted({*settings, *asked}) if settings.get(name) != asked.get(name)]
-    if changed:
-        raise PullbackError(
-            f"out: {path} was made with other settings ({', '.join(changed)} differ). Choose another file, or the "
-            "settings it was made with."
-        )
-    return stored
-
-
-def save(path: Path, content: Row) -> None:
-    """Written under another name first: a run that is killed leaves the last whole file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.tmp")
-    unfinished.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    os.replace(unfinished, path)
 
 
 def table(rows: Sequence[Row]) -> Table:
@@ -307,7 +296,7 @@ _RUNS = "A supervision, or one with ' from constant'. Several times for several.
 
 
 def main(
-    model: Annotated[str, typer.Option(help="A VGGT: hub id, folder or .safetensors file.")],
+    model: Vggt,
     layer: Annotated[int | None, typer.Option(help="Of the aggregator.", show_default="the middle")] = None,
     views: Annotated[int, typer.Option(min=1, help="Of each scene.")] = 2,
     size: Annotated[int | None, typer.Option(help="Side of the views.", show_default="the model's own")] = None,
@@ -323,10 +312,10 @@ def main(
     precision: Annotated[str, typer.Option(help="Of the products: float32 or tf32.")] = "float32",
     seed: Annotated[int, typer.Option(help="Of weights and sketches.")] = 0,
     out: Annotated[Path | None, typer.Option(help="JSON file; rows that it holds are kept.")] = None,
-    device: Annotated[str, typer.Option(help="auto: the GPU where there is one.")] = "auto",
+    device: Device = "auto",
 ) -> None:
     """The Spectral Pullback Network on the camera of scenes."""
-    try:
+    with explained():
         settings = Settings(
             decoder=decoder,
             layer=layer,
@@ -342,14 +331,12 @@ def main(
             precision=precision,
             seed=seed,
         )
-        rows: list[Row] = []
+        progress, rows = Lines(), []
         for row in run(model, settings, runs=runs or SUPERVISIONS, device=device, out=out):
             rows.append(row)
-            typer.echo(json.dumps(row), err=True)
+            line = f"{row['network']}: V_1 {plain(row['v1'])}, lead {_lead(row, 'v1')}, {row['seconds']:.0f} s"
+            progress.finished(row["network"], line)
         console().print(table(rows))
-    except (PullbackError, OSError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from None
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from pullback.evaluation import depth_errors
 from pullback.geometry.folder import DiagnosisRequest, run_diagnosis
 from pullback.probes import load_probe
 from pullback.runs import documents as files
-from pullback.runs.files import write_arrays
+from pullback.runs.files import make_folder, write_arrays
 from pullback.runs.progress import Progress
 from pullback.scenes.render import CLASSES, SceneBatch, normalised, render
 from pullback.scenes.splits import HELD_OUT
@@ -40,8 +40,8 @@ LAYERS = (6, 8, 10)
 def run_demo(
     out: Path, progress: Progress, seed: int = 0, on_layer: Callable[[dict[str, Any]], None] | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Pictures into ``out``/images, what is known of them into ``out``/scenes, a diagnosis into ``out``/<decoder> for
-    each decoder; the diagnoses by that name. ``on_layer`` is called with each layer that is done."""
+    """Write pictures into ``out``/images, what is known of them into ``out``/scenes, and a diagnosis for each decoder
+    into ``out``/<decoder>; return the diagnoses by that name. ``on_layer`` is called with each layer that is done."""
     progress.stage("rendering scenes")
     first = HELD_OUT + seed * COUNT
     scenes = render(range(first, first + COUNT), size=SIZE)
@@ -65,8 +65,8 @@ def run_demo(
 
 
 def write_pictures(scenes: SceneBatch, folder: Path) -> ImageBatch:
-    """The first views as PNG files, and as the batch that a model takes."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write the first views as PNG files, and return them as the batch that a model takes."""
+    make_folder(folder)
     paths = tuple(folder / f"scene-{number:02d}.png" for number in range(len(scenes)))
     for path, picture in zip(paths, _pictures(scenes), strict=True):
         Image.fromarray(picture).save(path)
@@ -74,8 +74,8 @@ def write_pictures(scenes: SceneBatch, folder: Path) -> ImageBatch:
 
 
 def write_scenes(scenes: SceneBatch, batch: ImageBatch, out: Path) -> None:
-    """What the figure of the scenes needs: truth, prediction, and the energies that the diagnoses in ``out`` found at
-    the middle one of their layers."""
+    """Write what the figure of the scenes needs: truth, prediction, and the energies that the diagnoses in ``out``
+    found at the middle one of their layers."""
     probe = load_probe(MODEL, "depth")
     truth, predicted = scenes.depth[:, 0], probe(probe.features(batch.pixels)).cpu()
     errors = depth_errors(predicted, truth, ~scenes.sky[:, 0], median_scaling=False)
@@ -90,8 +90,7 @@ def write_scenes(scenes: SceneBatch, batch: ImageBatch, out: Path) -> None:
         "tasks": np.array([f"{decoder}, {layer}" for decoder in DECODERS]),
         "energy": np.stack([_patch_energy(out / decoder, layer) for decoder in DECODERS]),
     }
-    (out / SCENES_FOLDER).mkdir(exist_ok=True)
-    write_arrays(out / SCENES_FOLDER / files.SCENES, arrays)
+    write_arrays(make_folder(out / SCENES_FOLDER) / files.SCENES, arrays)
 
 
 def _patch_energy(folder: Path, layer: str) -> np.ndarray:

@@ -8,20 +8,18 @@ What is in the file already is not run again, so the same command goes on after 
 
 from __future__ import annotations
 
-import json
-import os
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from pullback.errors import PullbackError
+from pullback.experiments.command import Device, Row, RowFile, explained
 from pullback.learning.fit import FitConfig, fit
 from pullback.learning.train_head import (
-    AnyProbe,
     HeadTask,
     StoredRows,
     check_stores,
@@ -30,10 +28,12 @@ from pullback.learning.train_head import (
     mean_map_scores,
     new_head,
 )
+from pullback.probes import ProbeMap
+from pullback.report.wording import plain
+from pullback.runs.progress import Lines, Progress, Silent
+from pullback.runs.provenance import provenance
 from pullback.targets.store import TargetStore
 
-Row = dict[str, Any]
-RunKey = tuple[Any, ...]
 IDENTITY = ("ablation", "variant", "seed", "steps", "batch", "learning_rate", "train", "held_out")
 """Rows that agree in these are of the same run."""
 
@@ -89,13 +89,12 @@ PAPER: dict[str, str] = {
         "No rho stated. Here 250 to 2,000."
     ),
 }
-"""What the paper found. It reports E.2 to E.4 as degradation under pruning and these rows report rho, so
-``paper_rho`` is None."""
+"""What the paper found. It reports E.2 to E.4 as degradation under pruning, without a rho to compare with."""
 
 
 def run_ablation(
     name: str,
-    probe: AnyProbe,
+    probe: ProbeMap,
     train: TargetStore,
     held_out: TargetStore,
     *,
@@ -104,7 +103,7 @@ def run_ablation(
     batch: int = 64,
     learning_rate: float = 2e-3,
     out: str | Path | None = None,
-    on_row: Callable[[Row], None] = lambda row: None,
+    progress: Progress | None = None,
 ) -> list[Row]:
     """Every variant of an ablation with every seed, on features that are computed once; the rows, old and new.
 
@@ -112,6 +111,7 @@ def run_ablation(
     """
     variants_of(name)
     check_stores(probe, [train, held_out])
+    progress = progress or Silent()
     config = FitConfig(
         steps=steps,
         batch=batch,
@@ -125,44 +125,29 @@ def run_ablation(
         "model": Path(train.config["model"]).name,  # without the folders of this machine; the hash says which weights
         **{key: train.config[key] for key in ("weights", "decoder", "layer", "rank", "size", "crops")},
         "pullback": train.config["pullback"],
+        "provenance": provenance(probe.device),
     }
-    path = None if out is None else Path(out)
-    rows = [] if path is None else read_rows(path)
-    wanted = [key_of(row) for _, row in planned(name, config, seeds, shared)]
-    done = {key_of(row) for row in rows}
-    if not done.issuperset(wanted):
-        sets = [StoredRows.of(probe, store) for store in (train, held_out)]
-        for row in ablation_rows(name, *sets, config=config, seeds=seeds, done=done, shared=shared):
-            if path is not None:
-                _append(path, row)
-            rows.append(row)
-            on_row(row)
-    return [row for row in rows if key_of(row) in wanted]
+    known = RowFile(None if out is None else Path(out), IDENTITY)
+    rows: list[Row] = []
+    sets: list[StoredRows] = []
+    for variant, begun in planned(name, config, seeds):
+        begun |= shared
+        row = known.find(begun)
+        if row is None:
+            if not sets:  # a file that holds every row needs no features
+                sets = [StoredRows.of(probe, store) for store in (train, held_out)]
+            measured = run_variant(variant, sets[0], sets[1], replace(config, seed=begun["seed"]))
+            row = known.add({**begun, **measured})
+            progress.finished(f"{variant.name}, seed {row['seed']}", _line(row))
+        rows.append(row)
+    return rows
 
 
-def ablation_rows(
-    name: str,
-    train: StoredRows,
-    held_out: StoredRows,
-    *,
-    config: FitConfig,
-    seeds: Sequence[int] | None = None,
-    done: Collection[RunKey] = (),
-    shared: Row | None = None,
-) -> Iterator[Row]:
-    """The runs of an ablation that are not in ``done``, one after the other. ``shared`` is in every row."""
-    for variant, begun in planned(name, config, seeds, shared):
-        if key_of(begun) not in done:
-            yield {**begun, **run_variant(variant, train, held_out, replace(config, seed=begun["seed"]))}
-
-
-def planned(
-    name: str, config: FitConfig, seeds: Sequence[int] | None = None, shared: Row | None = None
-) -> list[tuple[HeadVariant, Row]]:
+def planned(name: str, config: FitConfig, seeds: Sequence[int] | None = None) -> list[tuple[HeadVariant, Row]]:
     """Every run with what is known of its row before it. ``seeds`` in place of the variants' own."""
     settings = {key: getattr(config, key) for key in ("steps", "batch", "learning_rate")}
     return [
-        (variant, {"ablation": name, "variant": variant.name, "seed": seed, **settings, **(shared or {})})
+        (variant, {"ablation": name, "variant": variant.name, "seed": seed, **settings})
         for variant in variants_of(name)
         for seed in (variant.seeds if seeds is None else seeds)
     ]
@@ -207,30 +192,20 @@ def variants_of(name: str) -> tuple[HeadVariant, ...]:
     return ABLATIONS[name]
 
 
-def read_rows(path: Path) -> list[Row]:
-    """The rows of a file, which need not be there; half a line at its end, of a run that was killed, is cut off."""
-    if not path.exists():
-        return []
-    text = path.read_text(encoding="utf-8")
-    whole = text[: text.rfind("\n") + 1]
-    if whole != text:
-        unfinished = path.with_name(f"{path.name}.tmp")
-        unfinished.write_text(whole, encoding="utf-8")
-        os.replace(unfinished, path)
-    try:
-        return [json.loads(line) for line in whole.splitlines()]
-    except json.JSONDecodeError as error:
-        raise PullbackError(f"out: {path} is no file of JSON lines ({error}). Choose another one.") from None
+def table(rows: Sequence[Row]) -> str:
+    """Markdown, one line per run, the paper's rho where it states one."""
+    lines = ["| variant | seed | ρ | ρ, patches | ρ, mean map | paper |", "|---|---|---|---|---|---|"]
+    for row in rows:
+        known = (row["rho_patches"], row["rho_of_the_mean_map"], row["paper_rho"])
+        cells = [f"{row['rho']:.4f} ± {row['rho_se']:.4f}", *(plain(value, 4) for value in known)]
+        lines.append(f"| {row['variant']} | {row['seed']} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
-def _append(path: Path, row: Row) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
-
-
-def key_of(row: Row) -> RunKey:
-    return tuple(row.get(name) for name in IDENTITY)
+def _line(row: Row) -> str:
+    stated = "" if row["paper_rho"] is None else f" (paper {row['paper_rho']:.2f})"
+    measured = f"rho {row['rho']:.4f} ± {row['rho_se']:.4f}{stated}, patches {row['rho_patches']:.4f}"
+    return f"{row['ablation']} {row['variant']}, seed {row['seed']}: {measured}, {row['seconds']:.0f} s"
 
 
 def main(
@@ -242,12 +217,12 @@ def main(
     steps: Annotated[int, typer.Option(min=1, help="Of each run.")] = 3000,
     batch: Annotated[int, typer.Option(min=1, help="Images per step.")] = 64,
     seed: Annotated[list[int] | None, typer.Option(help="Several times for several.", show_default="0, 1, 2")] = None,
-    device: Annotated[str, typer.Option(help="auto: the GPU where there is one.")] = "auto",
+    device: Device = "auto",
 ) -> None:
     """An ablation of the importance head, row by row."""
     from pullback.probes import load_probe, multi_layer_probe
 
-    try:
+    with explained():
         variants_of(name)
         stores = [TargetStore.open(folder) for folder in (train, held_out)]
         config = stores[0].config
@@ -257,17 +232,11 @@ def main(
             if isinstance(layer, str)
             else load_probe(which, decoder, layer, device=device)
         )
-        typer.echo(f"paper: {PAPER[name]}")
-        run_ablation(name, probe, *stores, steps=steps, seeds=seed or None, batch=batch, out=out, on_row=_print)
-    except (PullbackError, OSError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from None
-
-
-def _print(row: Row) -> None:
-    stated = "" if row["paper_rho"] is None else f" (paper {row['paper_rho']:.2f})"
-    measured = f"rho {row['rho']:.4f} ± {row['rho_se']:.4f}{stated}, patches {row['rho_patches']:.4f}"
-    typer.echo(f"{row['ablation']} {row['variant']}, seed {row['seed']}: {measured}, {row['seconds']:.0f} s")
+        typer.echo(f"paper: {PAPER[name]}", err=True)
+        rows = run_ablation(
+            name, probe, *stores, steps=steps, seeds=seed or None, batch=batch, out=out, progress=Lines()
+        )
+        typer.echo(table(rows))
 
 
 if __name__ == "__main__":

@@ -12,13 +12,10 @@ Tokens are run, and block norms computed, in float32; the rest of the theorem is
 
 from __future__ import annotations
 
-import json
-import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, cast
 
 import torch
 import typer
@@ -26,6 +23,7 @@ from torch import Tensor
 
 from pullback.backbones import Backbone
 from pullback.errors import PullbackError
+from pullback.experiments.command import Device, NewRowsOut, Row, RowFile, explained
 from pullback.geometry.importance import block_norms
 from pullback.geometry.scores import block_energies, exact_modes
 from pullback.geometry.theorem import PruningBound, pruning_bound
@@ -33,10 +31,12 @@ from pullback.operators import JacobianOperator
 from pullback.probes import INPUTS, Features, ProbeMap, load_probe
 from pullback.pruning import Modes, PrunePlan, Score, ScoreContext, StageRecord, preset, run_pruned
 from pullback.randnla import Streams
+from pullback.runs.progress import Lines
+from pullback.runs.provenance import provenance
+from pullback.runs.rows import finite
 from pullback.scenes.render import normalised, render
 from pullback.scenes.splits import QUERIES
 
-Row = dict[str, Any]
 PRESETS = ("paper", "best")
 SCENES = "scenes"
 """The name of the procedural pictures in place of a folder: those that tiny-scenes is evaluated on."""
@@ -166,9 +166,8 @@ def rows_of(known: Row, found: PruningBound, error: Tensor, first: int) -> Itera
 
 
 def _plain(number: Tensor) -> float | bool | None:
-    """JSON knows neither NaN nor infinity: None."""
     value = number.item()
-    return value if isinstance(value, bool) or math.isfinite(value) else None
+    return value if isinstance(value, bool) else finite(value)
 
 
 def removed_mask(records: Sequence[StageRecord], like: Tensor) -> Tensor:
@@ -261,26 +260,22 @@ def main(
     size: Annotated[int | None, typer.Option(help="Side of the images.", show_default="the model's own")] = None,
     rank: Annotated[int, typer.Option(min=1, help="Of imp* and d_task.")] = 20,
     num_probes: Annotated[int | None, typer.Option(help="VJPs for block norms.", show_default="exact")] = None,
-    out: Annotated[Path | None, typer.Option(help="File of JSON lines, written anew.")] = None,
-    device: Annotated[str, typer.Option(help="auto: the GPU where there is one.")] = "auto",
+    out: NewRowsOut = None,
+    device: Device = "auto",
 ) -> None:
     """The pruning theorem beside the true error."""
-    try:
-        shares = shares_of(ratios)
+    with explained():
+        shares, names = shares_of(ratios), presets.split(",")
         measured = Measured.load(model, decoder, stage, device)
         pictures = read_pictures(measured.runner, images, count, size)
         shared = {"model": model, "decoder": decoder, "source": images, "rank": rank, "num_probes": num_probes}
-        rows = []
-        for row in bound_rows(measured, pictures, shares, presets.split(","), rank=rank, num_probes=num_probes):
-            rows.append(shared | row)
-            if out is not None:
-                out.parent.mkdir(parents=True, exist_ok=True)
-                with out.open("w" if len(rows) == 1 else "a", encoding="utf-8") as file:
-                    file.write(json.dumps(rows[-1], allow_nan=False) + "\n")
-        typer.echo(table(rows))
-    except (PullbackError, OSError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from None
+        origin = {"provenance": provenance(measured.runner.device)}
+        progress, file = Lines(), RowFile(out, anew=True)
+        progress.work("pruned runs", len(pictures) * len(shares) * len(names), "images")
+        for row in bound_rows(measured, pictures, shares, names, rank=rank, num_probes=num_probes):
+            file.add(shared | row | origin)
+            progress.advance(row["tensor"] == "final")
+        typer.echo(table(file.rows))
 
 
 if __name__ == "__main__":

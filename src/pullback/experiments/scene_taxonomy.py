@@ -12,12 +12,10 @@ Rows that the file holds already are not measured again, so the same command goe
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
@@ -28,7 +26,7 @@ from torch import Tensor
 from pullback.backbones import AnyBackbone, load_any_backbone
 from pullback.decoders import build_decoder
 from pullback.errors import PullbackError
-from pullback.experiments.head_ablations import read_rows
+from pullback.experiments.command import Device, Row, RowFile, RowsOut, Vggt, explained
 from pullback.geometry import Tractability, diagnose, layer_multiplicity
 from pullback.geometry.diagnosis import Summary, summarize
 from pullback.geometry.spectrum import in_batches
@@ -36,11 +34,12 @@ from pullback.operators import JacobianOperator, ProductCount
 from pullback.probes import INPUTS, ProbeMap
 from pullback.report.console import console
 from pullback.report.wording import UNKNOWN, lower_bound, plain, plus_minus, short_name
-from pullback.runs.provenance import weights_hash
+from pullback.runs.progress import Lines
+from pullback.runs.provenance import provenance, weights_hash
+from pullback.runs.rows import finite
 from pullback.scenes.render import render
 from pullback.scenes.splits import HELD_OUT
 
-Row = dict[str, Any]
 AT_LAYER, AT_HEAD = "layer", "x_vis"
 SECOND_RANK = 50
 """The paper also states kappa_cap(50) at x_vis."""
@@ -58,6 +57,20 @@ PAPER: dict[tuple[str, str], Row] = {
     ("depth", AT_HEAD): {"kappa_50": 0.578, "r_eff_slq": 282.6, "r90": "≫ 100", "k_eff": 4.0},
 }
 """Of facebook/VGGT-1B, r = 20, 50 images. It has no numbers for joint cameras or for depth maps of 8x8 cells."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What decides the rows, apart from the weights."""
+
+    scenes: int = 16
+    views: int = 2
+    size: int | None = None  # None: the model's own
+    layer: int | None = None  # None: the middle
+    view: int | None = None  # of the single camera; None: the last
+    rank: int = 20
+    seed: int = 0
+    full_depth: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,6 +112,33 @@ def draw_scenes(seeds: range, *, size: int, views: int, device: torch.device, ba
     """The pictures of these scenes alone, [B, S, 3, H, W] in [0, 1]: depth, normals and instances stay behind."""
     parts = [seeds[first : first + batch] for first in range(0, len(seeds), batch)]
     return torch.cat([render(part, size=size, views=views, device=device).rgb for part in parts])
+
+
+def taxonomy_rows(model: str, settings: Settings, *, device: str = "auto", out: Path | None = None) -> Iterator[Row]:
+    """Row after row, old and new; with ``out``, from and to a file of JSON lines."""
+    views, view, scenes = settings.views, settings.view, settings.scenes
+    if view is not None and not 0 <= view < views:
+        raise PullbackError(f"view: expected one of the {views} views, 0 to {views - 1}, got {view}.")
+    backbone = replace(load_any_backbone(model, device=device), name=short_name(model))
+    pixels = settings.size or backbone.preprocessing.size
+    shared = {"model": backbone.name, "weights": weights_hash(backbone.model), "first_seed": HELD_OUT}
+    shared |= {"rank": settings.rank, "scenes": scenes, "views": views, "size": pixels, "seed": settings.seed}
+    layer = backbone.depth // 2 if settings.layer is None else settings.layer
+    backbone.check_layer(layer)
+    known = RowFile(out, IDENTITY)
+    images: Tensor | None = None
+    exact: AnyBackbone | None = None
+    for own in configurations(layer, views, view=view, full_depth=settings.full_depth):
+        begun = {"decoder": own.decoder, "at": own.at, "layer": own.layer, **shared}
+        row = known.find(begun)
+        if row is None:
+            if images is None:  # a file that holds every row needs none of this
+                seeds = range(HELD_OUT, HELD_OUT + scenes)
+                images = draw_scenes(seeds, size=pixels, views=views, device=backbone.device)
+                exact = load_any_backbone(model, device=device, dtype=torch.float64)
+            measured = measure(own, backbone, images, rank=settings.rank, seed=settings.seed, exact=exact)
+            row = known.add(begun | measured | {"provenance": provenance(backbone.device)})
+        yield row
 
 
 def measure(
@@ -181,53 +221,6 @@ def multiplicity_products(scenes: int, layers: int) -> ProductCount:
     return ProductCount(scenes * _MULTIPLICITY_PROBES * layers, scenes * _MULTIPLICITY_PROBES)
 
 
-def taxonomy_rows(
-    model: str,
-    *,
-    scenes: int = 16,
-    views: int = 2,
-    size: int | None = None,
-    layer: int | None = None,
-    view: int | None = None,
-    rank: int = 20,
-    seed: int = 0,
-    full_depth: bool = False,
-    device: str = "auto",
-    out: Path | None = None,
-) -> Iterator[Row]:
-    """Row after row, old and new; with ``out``, from and to a file of JSON lines."""
-    if view is not None and not 0 <= view < views:
-        raise PullbackError(f"view: expected one of the {views} views, 0 to {views - 1}, got {view}.")
-    backbone = replace(load_any_backbone(model, device=device), name=short_name(model))
-    pixels = backbone.preprocessing.size if size is None else size
-    shared = {"model": backbone.name, "weights": weights_hash(backbone.model), "first_seed": HELD_OUT}
-    shared |= {"rank": rank, "scenes": scenes, "views": views, "size": pixels, "seed": seed}
-    chosen = backbone.depth // 2 if layer is None else layer
-    backbone.check_layer(chosen)
-    known = {} if out is None else {key_of(row): row for row in read_rows(out)}
-    images: Tensor | None = None
-    exact: AnyBackbone | None = None
-    for own in configurations(chosen, views, view=view, full_depth=full_depth):
-        begun = {"decoder": own.decoder, "at": own.at, "layer": own.layer, **shared}
-        if key_of(begun) in known:
-            yield known[key_of(begun)]
-            continue
-        if images is None:  # a file that holds every row needs none of this
-            seeds = range(HELD_OUT, HELD_OUT + scenes)
-            images = draw_scenes(seeds, size=pixels, views=views, device=backbone.device)
-            exact = load_any_backbone(model, device=device, dtype=torch.float64)
-        row = begun | measure(own, backbone, images, rank=rank, seed=seed, exact=exact)
-        if out is not None:
-            out.parent.mkdir(parents=True, exist_ok=True)
-            with out.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row, allow_nan=False) + "\n")
-        yield row
-
-
-def key_of(row: Row) -> tuple[Any, ...]:
-    return tuple(row.get(name) for name in IDENTITY)
-
-
 COLUMNS: tuple[tuple[str, str | None, Callable[[Row], str]], ...] = (
     ("M", None, lambda row: str(row["output_size"])),
     ("κ %", "kappa", lambda row: plus_minus(row["kappa"], row["kappa_se"], scale=100)),
@@ -280,12 +273,12 @@ def _mean_and_error(name: str, value: Summary) -> Row:
 
 
 def _number(value: float) -> float | None:
-    """JSON has neither NaN nor infinity."""
-    return float(f"{value:.9g}") if math.isfinite(value) else None
+    """Nine digits; None for NaN and infinity."""
+    return finite(float(f"{value:.9g}"))
 
 
 def main(
-    model: Annotated[str, typer.Option(help="A VGGT: hub id, folder or .safetensors file.")],
+    model: Vggt,
     scenes: Annotated[int, typer.Option(min=1, help="Held-out procedural scenes.")] = 16,
     views: Annotated[int, typer.Option(min=1, help="Of each scene.")] = 2,
     size: Annotated[int | None, typer.Option(help="Side of the views.", show_default="the model's own")] = None,
@@ -294,33 +287,18 @@ def main(
     rank: Annotated[int, typer.Option(min=1, help="Of kappa_cap.")] = 20,
     seed: Annotated[int, typer.Option(help="Of the random probes.")] = 0,
     full_depth: Annotated[bool, typer.Option(help="Depth maps at full resolution as well.")] = False,
-    out: Annotated[Path | None, typer.Option(help="File of JSON lines; rows that it holds are kept.")] = None,
-    device: Annotated[str, typer.Option(help="auto: the GPU where there is one.")] = "auto",
+    out: RowsOut = None,
+    device: Device = "auto",
 ) -> None:
     """VGGT's rows of the taxonomy, on procedural scenes."""
-    try:
-        rows: list[Row] = []
-        for row in taxonomy_rows(
-            model,
-            scenes=scenes,
-            views=views,
-            size=size,
-            layer=layer,
-            view=view,
-            rank=rank,
-            seed=seed,
-            full_depth=full_depth,
-            device=device,
-            out=out,
-        ):
+    with explained():
+        settings = Settings(scenes, views, size, layer, view, rank, seed, full_depth)
+        progress, rows = Lines(), []
+        for row in taxonomy_rows(model, settings, device=device, out=out):
             rows.append(row)
-            typer.echo(
-                f"{row['probe']}: κ {plus_minus(row['kappa'], row['kappa_se'])}, {row['seconds']:.1f} s", err=True
-            )
+            kappa = plus_minus(row["kappa"], row["kappa_se"])
+            progress.finished(row["probe"], f"{row['probe']}: κ {kappa}, {row['seconds']:.1f} s")
         console().print(table(rows))
-    except (PullbackError, OSError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from None
 
 
 if __name__ == "__main__":

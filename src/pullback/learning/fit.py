@@ -1,38 +1,64 @@
-"""The training loop of the small networks: validation, early stopping, checkpoints, exact resume, several processes.
+"""The training loop: validation, early stopping, checkpoints, exact resume, several processes.
 
-Everything random in step s follows from (seed, s), so a run that was stopped goes on exactly as it would have, and W
-processes with batch / W examples each take the same steps as one process with all of them. Process 0 alone reads,
-validates, decides and writes; the others hear of it.
-
-The numbers of a run, line by line, in a form that survives being killed.
-
-Examples that come in blocks: one at a time is held, for so many steps.
+`fit` trains the small networks. `Training` is what it shares with the recipes of the embedded models: a step (rate,
+gradients, clipping, optimisers, averaged weights) and the state to go on from. Everything random in step s follows from
+(seed, s), so a run that was stopped goes on exactly as it would have, and W processes with batch / W examples each take
+the same steps as one process with all of them. Process 0 alone reads, validates, decides and writes; the others hear of
+it.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from pullback.errors import PullbackError
 from pullback.learning.pretrained import Pretrained
 from pullback.randnla import Streams
+from pullback.runs.files import make_folder, remove_unfinished, write_atomic
+from pullback.runs.progress import Progress, Silent
+from pullback.runs.rows import Rows, finite
+from pullback.runs.settings import check_settings
 
 PRECISIONS = ("float32", "bf16")
+CHECKPOINT, METRICS = "checkpoint.pt", "metrics.jsonl"
 _Value = TypeVar("_Value")
+_Network = TypeVar("_Network", bound=nn.Module)
+_Config = TypeVar("_Config", bound="StepConfig")
 
 
 @dataclass(frozen=True)
-class FitConfig:
-    """What decides the weights, apart from the data."""
+class StepConfig:
+    """What decides the steps of any training run."""
+
+    steps: int
+    batch: int
+    learning_rate: float  # the highest
+    warmup: int  # steps
+    weight_decay: float  # of matrices alone
+    clip: float  # of the gradient's norm
+    ema: float  # decay of the averaged weights
+    seed: int
+
+    def rate(self, step: int) -> float:
+        """The learning rate of a step: linear warm-up, then half a cosine to zero."""
+        if step < self.warmup:
+            return self.learning_rate * (step + 1) / self.warmup
+        progress = (step - self.warmup) / max(1, self.steps - self.warmup)
+        return self.learning_rate * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+@dataclass(frozen=True)
+class FitConfig(StepConfig):
+    """What decides the weights of a small network, apart from the data."""
 
     steps: int = 3000
     batch: int = 64
@@ -41,10 +67,10 @@ class FitConfig:
     weight_decay: float = 0.05
     clip: float = 1.0
     ema: float = 0.99  # of the weights that are validated and kept
+    seed: int = 0
     validate_every: int = 250
     patience: int | None = None  # validations without a better score before it stops
     precision: str = "float32"
-    seed: int = 0
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "validate_every"):
@@ -55,19 +81,12 @@ class FitConfig:
         if self.precision not in PRECISIONS:
             raise PullbackError(f"precision: expected one of {', '.join(PRECISIONS)}, got {self.precision!r}.")
 
-    def rate(self, step: int) -> float:
-        """Linear warm-up, then half a cosine to zero."""
-        if step < self.warmup:
-            return self.learning_rate * (step + 1) / self.warmup
-        progress = (step - self.warmup) / max(1, self.steps - self.warmup)
-        return self.learning_rate * 0.5 * (1 + math.cos(math.pi * progress))
-
 
 class Task(Protocol):
     """What is learned: a loss on a batch of examples, and scores on held-out ones."""
 
     def loss(self, network: Network, step: int, share: Share, generator: torch.Generator) -> Losses:
-        """Of this process's share of step ``step``; ``generator`` is the same in every process."""
+        """The loss of this process's share of step ``step``; ``generator`` is the same in every process."""
 
     def validate(self, network: Network) -> Mapping[str, float]:
         """Scores; the one called "score" decides which weights are kept, higher is better."""
@@ -110,12 +129,13 @@ def fit(
     out: Path | None = None,
     settings: Mapping[str, Any] | None = None,
     tensorboard: bool = False,
+    progress: Progress | None = None,
     on_step: Callable[[int, Mapping[str, float]], None] | None = None,
 ) -> Fitted:
     """Train ``network`` where it lies and leave its best weights in it. With ``out``, go on from its checkpoint.
 
     A checkpoint is refused where ``config``, the network's, or ``settings`` have changed: plain JSON, whatever else
-    decides the weights.
+    decides the weights. ``on_step`` is called with the number of steps taken and the numbers of the last one.
 
     Under torchrun (an initialised process group) gradients are averaged over the processes; process 0 writes, and logs
     the loss of its own share.
@@ -123,6 +143,9 @@ def fit(
     if tensorboard and out is None:
         raise PullbackError("tensorboard: expected a folder to write to, got out=None. Pass out=..., or leave it out.")
     run = _Run(network, task, config, out, settings or {}, tensorboard)
+    progress = progress or Silent()
+    progress.work("training", config.steps, "steps")
+    progress.advance(run.step)
     try:
         while run.step < config.steps and not run.out_of_patience:
             numbers = run.advance()
@@ -130,6 +153,7 @@ def fit(
                 numbers = {**numbers, **run.validate()}
                 run.log.write(run.step, numbers)
                 run.save()
+            progress.advance(1)
             if on_step is not None:
                 on_step(run.step, numbers)
     finally:
@@ -138,8 +162,66 @@ def fit(
     return Fitted(run.best, run.best_step, run.step)
 
 
-class _Run:
-    """The state between two steps."""
+class Training(Generic[_Network, _Config]):
+    """A network in training: its optimisers, the running average of its weights, and how many steps it has taken."""
+
+    def __init__(
+        self, network: _Network, config: _Config, optimizers: Sequence[torch.optim.Optimizer] | None = None
+    ) -> None:
+        self.network, self.config, self.step = network, config, 0
+        self.average = deepcopy(network).requires_grad_(False)
+        self.optimizers = optimizers or [adamw(network.parameters(), config)]
+
+    def take_step(self, gradients: Callable[[], _Value]) -> tuple[_Value, Tensor]:
+        """Move the weights once. ``gradients`` fills every parameter's ``grad``; what it returns comes back, with the
+        norm of the gradient. Nothing in here waits for the device."""
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = self.config.rate(self.step)
+        numbers = gradients()
+        norm = nn.utils.clip_grad_norm_(self.network.parameters(), self.config.clip)
+        for optimizer in self.optimizers:
+            optimizer.step()
+        # not `AveragedModel`, which forgets the initial weights at its first step and knows no warm-up of the decay
+        decay = min(self.config.ema, (1 + self.step) / (10 + self.step))
+        averaged, current = list(self.average.parameters()), list(self.network.parameters())
+        get_ema_multi_avg_fn(decay)(averaged, current, self.step)
+        for own, new in zip(self.average.buffers(), self.network.buffers(), strict=True):
+            own.copy_(new)
+        self.step += 1
+        return numbers, norm
+
+    def state(self) -> dict[str, Any]:
+        """Everything that a run needs to go on exactly."""
+        return {
+            "step": self.step,
+            "network": self.network.state_dict(),
+            "average": self.average.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go back to what `state` returned."""
+        self.network.load_state_dict(state["network"])
+        self.average.load_state_dict(state["average"])
+        stored = state["optimizers"] if "optimizers" in state else [state["optimizer"]]  # once there was one
+        for optimizer, own in zip(self.optimizers, stored, strict=True):
+            optimizer.load_state_dict(own)
+        self.step = state["step"]
+
+
+def adamw(parameters: Iterable[nn.Parameter], config: StepConfig, *, fused: bool | None = None) -> torch.optim.AdamW:
+    """AdamW under which matrices decay, and biases, scales and other vectors do not."""
+    own = list(parameters)
+    groups = [
+        {"params": [p for p in own if p.ndim > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p in own if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.99), fused=fused)
+
+
+class _Run(Training[Pretrained, FitConfig]):
+    """A run of `fit` between two steps."""
 
     def __init__(
         self,
@@ -150,50 +232,40 @@ class _Run:
         settings: Mapping[str, Any],
         tensorboard: bool,
     ) -> None:
-        self.task, self.config, self.out, self.network, self.settings = task, config, out, network, dict(settings)
+        self.share, self.parallel = _parallel(network, config.batch)  # which gives all processes the same weights
+        super().__init__(network, config)
+        self.task, self.out, self.settings = task, out, dict(settings)
         self.device = next(network.parameters()).device
-        self.share, self.parallel = _parallel(network, config.batch)
-        self.average = {name: value.detach().clone() for name, value in network.state_dict().items()}
-        groups = [
-            {"params": [p for p in network.parameters() if p.ndim > 1], "weight_decay": config.weight_decay},
-            {"params": [p for p in network.parameters() if p.ndim <= 1], "weight_decay": 0.0},
-        ]
-        self.optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.99))
-        self.step, self.best_step, self.waited = 0, 0, 0
+        self.best_step, self.waited = 0, 0
         self.best: Mapping[str, float] = {"score": -math.inf}
-        self.best_weights = {name: value.clone() for name, value in self.average.items()}
+        self.best_weights = self._averaged()
         if out is not None:
-            self._resume(self._from_first(self._stored))
             if self.share.rank == 0:
-                out.mkdir(parents=True, exist_ok=True)
+                remove_unfinished(make_folder(out))
+            state = self._from_first(self._stored)
+            if state is not None:
+                self._resume(state)
         self.log = Log(out if self.share.rank == 0 else None, self.step, tensorboard)
 
     @property
     def checkpoint(self) -> Path:
         assert self.out is not None
-        return self.out / "checkpoint.pt"
+        return self.out / CHECKPOINT
 
     @property
     def out_of_patience(self) -> bool:
         return self.config.patience is not None and self.waited >= self.config.patience
 
     def advance(self) -> dict[str, float]:
-        config = self.config
+        return self.take_step(self._gradients)[0]
+
+    def _gradients(self) -> dict[str, float]:
         # mixed: of a plain seed, a CPU generator takes the lowest 32 bits only
-        generator = Streams.from_seed(config.seed, 1, first=self.step).generators[0]
-        for group in self.optimizer.param_groups:
-            group["lr"] = config.rate(self.step)
+        generator = Streams.from_seed(self.config.seed, 1, first=self.step).generators[0]
         self.network.train()
         loss, numbers = self.task.loss(self._called(self.parallel), self.step, self.share, generator)
-        self.optimizer.zero_grad(set_to_none=True)
+        self.network.zero_grad(set_to_none=True)
         loss.backward()
-        nn.utils.clip_grad_norm_(self.network.parameters(), config.clip)
-        self.optimizer.step()
-        decay = min(config.ema, (1 + self.step) / (10 + self.step))
-        with torch.no_grad():
-            for name, value in self.network.state_dict().items():
-                self.average[name].lerp_(value, 1 - decay)
-        self.step += 1
         return {"loss": loss.item(), **numbers}
 
     def validate(self) -> Mapping[str, float]:
@@ -206,59 +278,45 @@ class _Run:
         self.waited += 1
         if scores["score"] > self.best["score"]:
             self.best, self.best_step, self.waited = dict(scores), self.step, 0
-            self.best_weights = {name: value.clone() for name, value in self.average.items()}
+            self.best_weights = self._averaged()
         return scores
 
     def _scores(self) -> Mapping[str, float]:
         current = {name: value.detach().clone() for name, value in self.network.state_dict().items()}
-        self.network.load_state_dict(self.average)
+        self.network.load_state_dict(self.average.state_dict())
         self.network.eval()
         with torch.no_grad():
             scores = self.task.validate(self._called(self.network))
         self.network.load_state_dict(current)
         return scores
 
+    def _averaged(self) -> dict[str, Tensor]:
+        return {name: value.clone() for name, value in self.average.state_dict().items()}
+
     def save(self) -> None:
-        """Written under another name first: a run that is killed leaves the last whole checkpoint."""
         if self.out is None or self.share.rank != 0:
             return
         state = {
             "config": self._configuration(),
-            "step": self.step,
-            "network": self.network.state_dict(),
-            "average": self.average,
-            "optimizer": self.optimizer.state_dict(),
+            **self.state(),
             "best": dict(self.best),
             "best_step": self.best_step,
             "best_weights": self.best_weights,
             "waited": self.waited,
         }
-        unfinished = self.checkpoint.with_suffix(".tmp")
-        torch.save(state, unfinished)
-        os.replace(unfinished, self.checkpoint)
+        write_atomic(self.checkpoint, lambda file: torch.save(state, file), durable=True)
 
     def _stored(self) -> Mapping[str, Any] | None:
         return torch.load(self.checkpoint, map_location="cpu", weights_only=True) if self.checkpoint.exists() else None
 
-    def _resume(self, state: Mapping[str, Any] | None) -> None:
-        if state is None:
-            return
-        stored, asked = state["config"], self._configuration()
-        changed = [name for name in sorted({*stored, *asked}) if stored.get(name) != asked.get(name)]
-        if changed:
-            raise PullbackError(
-                f"out: {self.checkpoint} was made with another configuration ({', '.join(changed)} differ). Choose "
-                "another folder, or the configuration it was made with."
-            )
-        self.network.load_state_dict(state["network"])
-        for name in ("average", "best_weights"):
-            setattr(self, name, {key: value.to(self.device) for key, value in state[name].items()})
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.step, self.best_step, self.waited = state["step"], state["best_step"], state["waited"]
-        self.best = state["best"]
+    def _resume(self, state: Mapping[str, Any]) -> None:
+        check_settings(state["config"], self._configuration(), self.checkpoint, holds="a training run")
+        self.restore(state)
+        self.best_weights = {name: value.to(self.device) for name, value in state["best_weights"].items()}
+        self.best, self.best_step, self.waited = state["best"], state["best_step"], state["waited"]
 
     def _configuration(self) -> dict[str, Any]:
-        """Of the run and of the network, which must be the same when the run goes on."""
+        """The settings of the run and of the network, which must be the same when the run goes on."""
         network = {"kind": self.network.kind, **asdict(self.network.config)}
         of_network = {f"network.{key}": value for key, value in network.items() if key != "scores"}
         return asdict(self.config) | self.settings | of_network
@@ -272,7 +330,7 @@ class _Run:
         return box[0]
 
     def _called(self, network: nn.Module) -> Network:
-        """Only the network itself runs in bf16: features, products and losses around it keep their precision."""
+        """The network in the precision of the run: features, products and losses around it keep theirs."""
 
         def call(features: Tensor) -> Any:
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16"):
@@ -292,20 +350,17 @@ def _parallel(network: nn.Module, batch: int) -> tuple[Share, nn.Module]:
 
 
 class Log:
-    """metrics.jsonl, and TensorBoard where it is wanted."""
+    """The numbers of a run: a line of metrics.jsonl for each validation, and TensorBoard where it is wanted."""
 
     def __init__(self, folder: Path | None, step: int, tensorboard: bool) -> None:
-        self.path = None if folder is None else folder / "metrics.jsonl"
+        self.rows = None if folder is None else Rows(folder / METRICS)
         self.board = _summary_writer(folder, step) if tensorboard and folder is not None else None
-        if self.path is not None and self.path.exists():  # lines after the checkpoint will be written again
-            kept = self.path.with_suffix(".tmp")
-            kept.write_text("".join(_lines_until(step, self.path.read_text("utf-8"))), encoding="utf-8")
-            os.replace(kept, self.path)
+        if self.rows is not None:
+            self.rows.keep(lambda row: row["step"] <= step)  # those after the checkpoint will be written again
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
-        if self.path is not None:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": step, **numbers}) + "\n")
+        if self.rows is not None:
+            self.rows.add([{"step": step, **{name: finite(value) for name, value in numbers.items()}}])
         if self.board is not None:
             for name, value in numbers.items():
                 self.board.add_scalar(name, value, step)
@@ -313,15 +368,6 @@ class Log:
     def close(self) -> None:
         if self.board is not None:
             self.board.close()
-
-
-def _lines_until(step: int, text: str) -> Iterator[str]:
-    for line in text.splitlines(keepends=True):
-        try:
-            if json.loads(line)["step"] <= step:
-                yield line
-        except json.JSONDecodeError:  # the run was killed while it wrote this one
-            return
 
 
 def _summary_writer(folder: Path, step: int) -> Any:
@@ -336,7 +382,8 @@ Block = TypeVar("Block")
 
 
 class CurrentBlock(Generic[Block]):
-    """``make`` gives block k; steps k s, ..., (k + 1) s - 1 use it, s = ``steps_per_block``."""
+    """Examples that come in blocks, one of which is held at a time: ``make`` gives block k, and steps k s, ...,
+    (k + 1) s - 1 use it, s = ``steps_per_block``."""
 
     def __init__(self, make: Callable[[int], Block], steps_per_block: int) -> None:
         if steps_per_block < 1:
@@ -345,6 +392,7 @@ class CurrentBlock(Generic[Block]):
         self._held: tuple[int, Block] | None = None
 
     def at(self, step: int) -> Block:
+        """The block of a step; a new one is made when the last is used up."""
         number = step // self._steps
         if self._held is None or self._held[0] != number:
             self._held = None  # its memory is needed

@@ -2,46 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pullback.errors import ModelError, ShapeError
-from pullback.learning.pretrained import Pretrained
-from pullback.targets.origin import Origin
+from pullback.learning.pretrained import Origin, Pretrained
+
+if TYPE_CHECKING:
+    from pullback.probes import ProbeMap
+    from pullback.targets.store import TargetStore
 
 
 @dataclass(frozen=True)
 class HeadConfig:
+    """The size of a head, what it was trained for, and how well it does."""
+
     dim: int
     width: int = 256
-    heads: int = 4
+    heads: int = 4  # of the attention
     target: str = "importance"  # or "block-norm"
     rounds: int = 1
     origin: Origin = field(default_factory=Origin)
     scores: Mapping[str, float] = field(default_factory=dict)
-
-
-class Round(nn.Module):
-    """One more pre-norm round in front of the head's own: attention with inner width H/4, then an MLP H -> H -> H."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1 = nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * (width // 4))
-        self.out = nn.Linear(width // 4, width)
-        self.norm2 = nn.LayerNorm(width)
-        self.up = nn.Linear(width, width)
-        self.down = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.out(_attend(self.qkv(self.norm1(x)), self.heads))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
 class ImportanceHead(Pretrained):
@@ -84,38 +71,34 @@ class ImportanceHead(Pretrained):
         return cls(config.dim, config.width, config.heads, config.rounds, config=config)
 
     @classmethod
-    def fit(cls, targets: Any, probe: Any, **options: Any) -> ImportanceHead:
+    def fit(cls, targets: TargetStore | Sequence[TargetStore], probe: ProbeMap, **options: Any) -> ImportanceHead:
         """Train a head on one or more target stores (`compute_targets`); the options are those of `train_head`."""
         from pullback.learning.train_head import train_head
+        from pullback.targets.store import TargetStore
 
-        stores = targets if isinstance(targets, (list, tuple)) else [targets]
-        return train_head(probe, stores, **options)
+        return train_head(probe, [targets] if isinstance(targets, TargetStore) else targets, **options)
 
     @property
     def layer(self) -> int | None:
+        """The layer whose features it scores, where that is known."""
         return self.config.origin.layer
-
-    def describe(self, **changes: Any) -> ImportanceHead:
-        """Set what the head was made for, or its scores."""
-        self.config = replace(self.config, **changes)
-        return self
 
     def forward(self, features: Tensor) -> Tensor:
         """features [B, N, D] -> scores [B, N] > 0, any N."""
         return self.scores_of(self.state(features))
 
     def logits(self, features: Tensor) -> Tensor:
-        """What goes into the Softplus: the same order as the scores."""
+        """What goes into the Softplus [B, N]: tokens in the same order as by their scores."""
         return self._logits_of(self.state(features))
 
     def state(self, features: Tensor) -> Tensor:
-        """What is known of every token in front of the last MLP: [B, N, H]."""
+        """What the last MLP reads of every token: [B, N, H]."""
         if features.ndim != 3 or features.shape[-1] != self.config.dim:
             raise ShapeError(f"features: expected [B, N, {self.config.dim}], got {list(features.shape)}.")
         x = self.project(features.to(self.project.weight.dtype))
         for earlier in self.before:
             x = earlier(x)
-        x = x + self.out(_attend(self.qkv(self.norm1(x)), self.config.heads))
+        x = x + self.out(attend(self.qkv(self.norm1(x)), self.config.heads))
         return self.norm2(x)
 
     def scores_of(self, state: Tensor) -> Tensor:
@@ -137,8 +120,26 @@ class ImportanceHead(Pretrained):
         return self
 
 
-def _attend(qkv: Tensor, heads: int) -> Tensor:
-    """[B, N, 3 I] -> [B, N, I]."""
+class Round(nn.Module):
+    """One more pre-norm round in front of the head's own: attention with inner width H/4, then an MLP H -> H -> H."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * (width // 4))
+        self.out = nn.Linear(width // 4, width)
+        self.norm2 = nn.LayerNorm(width)
+        self.up = nn.Linear(width, width)
+        self.down = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.out(attend(self.qkv(self.norm1(x)), self.heads))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+def attend(qkv: Tensor, heads: int) -> Tensor:
+    """Attention of queries, keys and values [B, N, 3 I], side by side -> [B, N, I]."""
     q, k, v = qkv.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 

@@ -1,11 +1,15 @@
-"""Small networks as folders: config.json, model.safetensors and a model card, here or on the hub."""
+"""Small networks as folders: config.json, model.safetensors and a model card, here or on the hub.
+
+`huggingface_hub.PyTorchModelHubMixin` writes such folders too, but loads a folder without config.json, or of another
+kind of network, until something fails inside; the checks that turn this into errors with a fix are most of this file.
+"""
 
 from __future__ import annotations
 
 import json
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -13,13 +17,45 @@ import torch
 from torch import nn
 
 from pullback.errors import ModelError
+from pullback.runs.files import make_folder, write_bytes, write_text
 
 CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
 _Model = TypeVar("_Model", bound="Pretrained")
 
 
+@dataclass(frozen=True)
+class Origin:
+    """What a network was made for, so that it is not used for something else. None: not known, and not checked."""
+
+    family: str | None = None
+    weights: str | None = None  # hash of the backbone's weights
+    layer: int | None = None
+    decoder: str | None = None
+    rank: int | None = None
+    resolutions: tuple[tuple[int, int], ...] = ()  # (height, width) of the images
+
+    @classmethod
+    def from_dict(cls, stored: Mapping[str, Any]) -> Origin:
+        values = {field.name: stored[field.name] for field in fields(cls) if field.name in stored}
+        values["resolutions"] = tuple((int(h), int(w)) for h, w in values.get("resolutions", ()))
+        return cls(**values)
+
+    def check(self, argument: str, *, family: str, layer: int, weights: str | None = None) -> None:
+        """Raise an error that names ``argument`` where the network is used with another family, layer or weights."""
+        for name, made_for, asked in (
+            ("family", self.family, family),
+            ("layer", self.layer, layer),
+            ("weights", self.weights, weights),
+        ):
+            if made_for is not None and asked is not None and made_for != asked:
+                raise ModelError(
+                    f"{argument}: it was trained for {name} {made_for}, and is used with {name} {asked}. Train one for "
+                    f"this {name} (pullback train), or use it where it belongs."
+                )
+
+
 class Pretrained(nn.Module):
-    """A network that is rebuilt from ``config``, a frozen dataclass, and its weights."""
+    """A network that is rebuilt from ``config``, a frozen dataclass with `Origin` and scores, and its weights."""
 
     kind: ClassVar[str]  # stands in config.json, so that a head is not loaded as something else
     title: ClassVar[str]
@@ -35,22 +71,25 @@ class Pretrained(nn.Module):
     def from_config(cls: type[_Model], config: Any) -> _Model:
         """The network with random weights."""
 
+    def describe(self: _Model, **changes: Any) -> _Model:
+        """Set what the network was made for (``origin``), its ``scores``, or another field of its config."""
+        self.config = replace(self.config, **changes)
+        return self
+
     def save_pretrained(self, folder: str | Path) -> Path:
         """Write the three files; the folder is made where it is missing."""
-        from safetensors.torch import save_file
+        from safetensors.torch import save
 
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = make_folder(folder)
         tensors = {name: value.detach().cpu().contiguous() for name, value in self.state_dict().items()}
-        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-        document = {"kind": self.kind, **asdict(self.config)}
-        (folder / CONFIG).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-        (folder / CARD).write_text(self.card(), encoding="utf-8")
+        write_bytes(folder / WEIGHTS, save(tensors, metadata={"format": "pt"}))
+        write_text(folder / CONFIG, json.dumps({"kind": self.kind, **asdict(self.config)}, indent=1) + "\n")
+        write_text(folder / CARD, self.card())
         return folder
 
     @classmethod
     def from_pretrained(cls: type[_Model], name: str | Path, *, device: str | torch.device = "cpu") -> _Model:
-        """From a folder that `save_pretrained` wrote, or a hub id; in evaluation mode."""
+        """Load a folder that `save_pretrained` wrote, or a hub id; in evaluation mode."""
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 
@@ -102,6 +141,7 @@ class Pretrained(nn.Module):
 
 
 def _document(name: str) -> dict[str, Any]:
+    """What config.json holds; an empty dict where that is no object."""
     try:
         document = json.loads(_file(name, CONFIG).read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -110,6 +150,7 @@ def _document(name: str) -> dict[str, Any]:
 
 
 def _file(name: str, filename: str) -> Path:
+    """The path of a file in a folder, or of its copy from the hub."""
     if Path(name).is_dir():
         path = Path(name) / filename
         if path.is_file():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -11,14 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pullback.errors import ModelError, RankError, ShapeError
-from pullback.learning.head import inverse_softplus, standardise_inputs
-from pullback.learning.pretrained import Pretrained
+from pullback.learning.head import attend, inverse_softplus, standardise_inputs
+from pullback.learning.pretrained import Origin, Pretrained
 from pullback.operators import LowRankMetric
-from pullback.targets.origin import Origin
 
 
 @dataclass(frozen=True)
 class SpnConfig:
+    """The size of a network, what it was trained for, and how well it does."""
+
     dim: int
     rank: int = 20
     width: int = 256
@@ -29,22 +30,6 @@ class SpnConfig:
     origin: Origin = field(default_factory=Origin)
     scores: Mapping[str, float] = field(default_factory=dict)
     tokens: int | None = None  # of the constant subspace that predictions are added to, where there is one
-
-
-class AttentionBlock(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.first, self.second = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-        return x + self.second(F.gelu(self.first(self.norm2(x))))
 
 
 class SpectralPullbackNetwork(Pretrained):
@@ -95,11 +80,6 @@ class SpectralPullbackNetwork(Pretrained):
     def from_config(cls, config: SpnConfig) -> SpectralPullbackNetwork:
         sizes = (config.dim, config.rank, config.width, config.heads)
         return cls(*sizes, blocks=config.blocks, floor=config.floor, latent=config.latent, config=config)
-
-    def describe(self, **changes: Any) -> SpectralPullbackNetwork:
-        """Set what the network was made for, or its scores."""
-        self.config = replace(self.config, **changes)
-        return self
 
     def forward(self, features: Tensor) -> LowRankMetric:
         """features [B, N, D] -> modes [B, r, N, D], or [B, r, K, d] in a latent space, and energies [B, r]."""
@@ -156,6 +136,21 @@ class SpectralPullbackNetwork(Pretrained):
         level = singular_values.double().square().clamp_min(1e-30).log().mean(0).exp()
         cast(nn.Linear, self.energies[-1]).bias.copy_(inverse_softplus(level))
         return self
+
+
+class AttentionBlock(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.first, self.second = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.out(attend(self.qkv(self.norm1(x)), self.heads))
+        return x + self.second(F.gelu(self.first(self.norm2(x))))
 
 
 def orthonormal_columns(columns: Tensor) -> Tensor:

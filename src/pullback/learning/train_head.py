@@ -1,8 +1,8 @@
-"""An importance head from stores of targets: what `pullback train head` and `ImportanceHead.fit` do.
+"""Train an importance head on stores of targets: what `pullback train head` and `ImportanceHead.fit` do.
 
-Learning the importance head from targets (`eq:conformal_loss`), and what to compare it with.
-
-From rows of targets back to features: the pixels of a row are cut out again and run through the backbone.
+From the outside in: `train_head`; the task that it hands to the training loop (`HeadTask`: batches, the loss
+`eq:conformal_loss`, scores, and the baseline to beat); and the way from rows of targets back to features
+(`StoredRows`), for which the pixels of a row are cut out again and run through the backbone.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -25,23 +25,27 @@ from pullback.data.images import ImageSource, PixelFormat
 from pullback.data.sources import ImageItem, Source, open_source
 from pullback.errors import ImageError, ModelError, PullbackError, ShapeError
 from pullback.evaluation import spearman
+from pullback.evaluation.statistics import mean_and_error
 from pullback.learning.fit import FitConfig, Fitted, Losses, Network, Share, fit
 from pullback.learning.head import HeadConfig, ImportanceHead
 from pullback.learning.losses import conformal_loss
+from pullback.learning.pretrained import Origin
 from pullback.operators import LowRankMetric
-from pullback.probes import ProbeMap
+from pullback.probes import INPUTS, ProbeMap
+from pullback.runs.progress import Progress, Silent
 from pullback.runs.provenance import weights_hash
-from pullback.targets.origin import Origin
-from pullback.targets.shards import READERS
+from pullback.targets.compute import READERS
 from pullback.targets.store import NOT_COMPARED, TargetStore
 from pullback.targets.table import TargetTable
 
-Watch = Callable[[str, int], None]
-"""Hears of progress: ("features" or "step", how many more)."""
+TARGETS = ("importance", "block-norm")
+Reader = Callable[[Tensor], Tensor]
+"""Row numbers [b] -> features [b, N, D]."""
+_BATCH = 64
 
 
 def train_head(
-    probe: AnyProbe,
+    probe: ProbeMap,
     train: Sequence[TargetStore],
     held_out: TargetStore | float = 0.1,
     *,
@@ -55,31 +59,39 @@ def train_head(
     config: FitConfig | None = None,
     out: str | Path | None = None,
     tensorboard: bool = False,
-    watch: Watch = lambda what, count: None,
+    progress: Progress | None = None,
 ) -> ImportanceHead:
     """Train on these stores (several for several resolutions) and validate on a store, or on a share of the images.
 
     ``start``: go on from a head instead of a random one, for instance one that learned cheap block norms; it stays as
     it is. ``keep_features``: compute features once and hold them, or recompute them in every step. ``images``: where
-    the images are now, if not where the store says. The scores end up in the head's config.
+    the images are now, if not where the store says. ``out``: folder of metrics.jsonl and of the checkpoint that a
+    second call goes on from. The scores end up in the head's config.
     """
     if not train:
         raise PullbackError("train: expected at least one store of targets, got none.")
-    config = config or FitConfig()
+    config, progress = config or FitConfig(), progress or Silent()
     stores = [*train, held_out] if isinstance(held_out, TargetStore) else list(train)
     check_stores(probe, stores)
-    _check_start(start, train[0])
+    dim = stores[0].config["dim"]
+    if start is not None and start.config.dim != dim:
+        raise ModelError(f"start: expected a head for features of width {dim}, got {start.config.dim}.")
+    if keep_features:
+        progress.work("computing features", sum(map(len, stores)), "images")
     read = [
-        StoredRows.of(probe, store, images, keep_features=keep_features, on_progress=lambda n: watch("features", n))
+        StoredRows.of(probe, store, images, keep_features=keep_features, on_progress=progress.advance)
         for store in stores
     ]
-    parts, judge = _split(read, held_out)
-    examples = [part.examples(target) for part in parts]
+    if isinstance(held_out, TargetStore):
+        parts, judge = read[:-1], read[-1]
+    else:  # out of every store; those of the first one judge
+        pairs = [rows.split(held_out) for rows in read]
+        parts, judge = [pair[0] for pair in pairs], pairs[0][1]
+    task = HeadTask([part.examples(target) for part in parts], judge.examples(target), rank_weight)
     if start is None:
-        head = new_head(examples[0], width, heads, target=target, seed=config.seed)
+        head = new_head(task.train[0], width, heads, target=target, seed=config.seed)
     else:
         head = deepcopy(start).to(probe.device)
-    task = HeadTask(examples, judge.examples(target), rank_weight)
     settings = {
         "target": target,
         "rank_weight": rank_weight,
@@ -94,10 +106,11 @@ def train_head(
         out=None if out is None else Path(out),
         settings=settings,
         tensorboard=tensorboard,
-        on_step=counting_steps(watch),
+        progress=progress,
     )
-    scores = _scores(fitted, task.train, task.held_out)
-    return head.describe(origin=_origin(train), target=target, scores=scores).eval()
+    sizes = dict.fromkeys(tuple(store.config["size"]) for store in train)
+    origin = origin_of(probe, stores[0].config["rank"], *sizes)
+    return head.describe(origin=origin, target=target, scores=_scores(fitted, task)).eval()
 
 
 def new_head(
@@ -112,14 +125,14 @@ def new_head(
     return head.to(features.device).start_from(features, examples.target[rows])
 
 
-def check_stores(probe: AnyProbe, stores: Sequence[TargetStore]) -> None:
+def check_stores(probe: ProbeMap, stores: Sequence[TargetStore]) -> None:
     """Refuse targets of other features than the probe's."""
     asked: dict[str, Any] = {
         "family": probe.backbone.family,
         "weights": weights_hash(probe.backbone.model),
         "layer": probe.layer,
         "decoder": probe.decoder.name,
-        "after_norm": getattr(probe, "after_norm", None),
+        "after_norm": probe.after_norm if probe.at == INPUTS else None,
     }
     for store in stores:
         different = [name for name, value in asked.items() if store.config.get(name) != value]
@@ -130,42 +143,25 @@ def check_stores(probe: AnyProbe, stores: Sequence[TargetStore]) -> None:
             )
 
 
-def counting_steps(watch: Watch) -> Callable[[int, Mapping[str, float]], None]:
-    """Steps that were done before the run went on count at once."""
-    done = 0
-
-    def on_step(step: int, numbers: Mapping[str, float]) -> None:
-        nonlocal done
-        watch("step", step - done)
-        done = step
-
-    return on_step
-
-
-def _check_start(start: ImportanceHead | None, store: TargetStore) -> None:
-    if start is not None and start.config.dim != store.config["dim"]:
-        raise ModelError(f"start: expected a head for features of width {store.config['dim']}, got {start.config.dim}.")
+def origin_of(probe: ProbeMap, rank: int, *sizes: tuple[int, int]) -> Origin:
+    """What a network is made for that was trained on this probe with images of these sizes."""
+    return Origin(
+        family=probe.backbone.family,
+        weights=weights_hash(probe.backbone.model),
+        layer=probe.layer if isinstance(probe.layer, int) else None,
+        decoder=probe.decoder.name,
+        rank=rank,
+        resolutions=sizes,
+    )
 
 
-def _split(read: Sequence[StoredRows], held_out: TargetStore | float) -> tuple[list[StoredRows], StoredRows]:
-    """(to train on, to judge by). A share of the images is held out of every store; those of the first judge."""
-    if isinstance(held_out, TargetStore):
-        return list(read[:-1]), read[-1]
-    pairs = [rows.split(held_out) for rows in read]
-    return [train for train, _ in pairs], pairs[0][1]
-
-
-def _origin(stores: Sequence[TargetStore]) -> Origin:
-    resolutions = tuple(dict.fromkeys(size for store in stores for size in store.origin.resolutions))
-    return replace(stores[0].origin, resolutions=resolutions)
-
-
-def _scores(fitted: Fitted, parts: Sequence[HeadExamples], judge: HeadExamples) -> Mapping[str, float]:
+def _scores(fitted: Fitted, task: HeadTask) -> dict[str, float]:
     scores = {name: value for name, value in fitted.scores.items() if name != "score"}
-    same_grid = [part for part in parts if part.target.shape[1] == judge.target.shape[1]]
+    tokens = task.held_out.target.shape[1]
+    same_grid = [part for part in task.train if part.target.shape[1] == tokens]
     if same_grid:
-        scores["rho_of_the_mean_map"] = mean_map_scores(same_grid[0], judge)["rho"]
-    sizes = {"training_rows": float(sum(map(len, parts))), "held_out_rows": float(len(judge))}
+        scores["rho_of_the_mean_map"] = mean_map_scores(same_grid[0], task.held_out)["rho"]
+    sizes = {"training_rows": float(sum(map(len, task.train))), "held_out_rows": float(len(task.held_out))}
     return {**scores, **sizes, "best_step": float(fitted.step)}
 
 
@@ -173,11 +169,10 @@ def _scores(fitted: Fitted, parts: Sequence[HeadExamples], judge: HeadExamples) 
 class HeadExamples:
     """n examples of one token count: how to get features, and what the scores should be.
 
-    ``features`` takes row numbers [b] and returns [b, N, D]: indexing a tensor where features are kept, a forward
-    pass where they are recomputed.
+    ``features`` indexes a tensor where features are kept, and is a forward pass where they are recomputed.
     """
 
-    features: Callable[[Tensor], Tensor]
+    features: Reader
     target: Tensor  # [n, N] > 0
     prefix: int = 1  # tokens in front of the patches
 
@@ -186,13 +181,13 @@ class HeadExamples:
 
     @classmethod
     def kept(cls, features: Tensor, target: Tensor, prefix: int = 1) -> HeadExamples:
-        """With features [n, N, D] in memory, in any floating dtype."""
+        """Examples with features [n, N, D] in memory, in any floating dtype."""
         return cls(lambda rows: features[rows.to(features.device)].to(target.dtype), target, prefix)
 
 
 @dataclass(frozen=True)
 class HeadTask:
-    """A step takes its batch from one of ``train``, chosen by size, so that token counts may differ between them."""
+    """A `Task`: a step takes its batch from one of ``train``, chosen by size, so that token counts may differ."""
 
     train: Sequence[HeadExamples]
     held_out: HeadExamples
@@ -215,8 +210,7 @@ class HeadTask:
         rows = share.of(torch.randint(len(examples), (share.batch,), generator=generator))
         scores = network(examples.features(rows))
         target = examples.target[rows.to(examples.target.device)].to(scores.device)
-        loss = conformal_loss(scores, target, rank_weight=self.rank_weight, generator=generator)
-        return loss, {}
+        return conformal_loss(scores, target, rank_weight=self.rank_weight, generator=generator), {}
 
     def validate(self, network: Network) -> Mapping[str, float]:
         return head_scores(network, self.held_out, batch=self.batch)
@@ -235,10 +229,9 @@ def head_scores(network: Network, examples: HeadExamples, *, batch: int = 64) ->
 
 
 def rho_summary(everything: Tensor, patches: Tensor) -> dict[str, float]:
-    """From the rho [n] of each image over all tokens and over patches."""
-    error = everything.std() / len(everything) ** 0.5 if len(everything) > 1 else everything.new_tensor(0.0)
-    rho = float(everything.mean())
-    return {"score": rho, "rho": rho, "rho_se": float(error), "rho_patches": float(patches.mean())}
+    """The scores of a head, from the rho [n] of each image over all tokens and over patches."""
+    rho, error = mean_and_error(everything)
+    return {"score": rho, "rho": rho, "rho_se": error, "rho_patches": mean_and_error(patches)[0]}
 
 
 def mean_map_scores(train: HeadExamples, held_out: HeadExamples) -> dict[str, float]:
@@ -257,12 +250,7 @@ def mean_map_scores(train: HeadExamples, held_out: HeadExamples) -> dict[str, fl
 
 @torch.no_grad()
 def distilled_examples(
-    spn: Callable[[Tensor], LowRankMetric],
-    features: Callable[[Tensor], Tensor],
-    count: int,
-    *,
-    prefix: int = 1,
-    batch: int = 64,
+    spn: Callable[[Tensor], LowRankMetric], features: Reader, count: int, *, prefix: int = 1, batch: int = 64
 ) -> HeadExamples:
     """Examples 0, ..., count - 1 whose target is the importance that an SPN predicts, sqrt(sum_j lambda_j |u_j^(t)|^2),
     in place of the exact one: they need no Jacobian. ``features`` as in `HeadExamples`."""
@@ -281,10 +269,53 @@ def distilled_examples(
     return HeadExamples(features, torch.cat(parts), prefix)
 
 
-TARGETS = ("importance", "block-norm")
-Reader = Callable[[Tensor], Tensor]
-AnyProbe = ProbeMap
-_BATCH = 64
+@dataclass(frozen=True, eq=False)
+class StoredRows:
+    """Rows of a store with the way to their features."""
+
+    table: TargetTable
+    features: Reader
+    prefix: int = 1
+
+    @classmethod
+    def of(
+        cls,
+        probe: ProbeMap,
+        store: TargetStore,
+        images: ImageSource | Source | None = None,
+        *,
+        keep_features: bool = True,
+        on_progress: Callable[[int], None] | None = None,
+    ) -> StoredRows:
+        """All rows of a store. ``images``: where the images are now, if not where the store says. Features are held as
+        in `kept`, or computed anew each time; either way from the pixels that the store's targets are of."""
+        table, config = store.read(modes=False), store.config
+        height, width = config["size"]
+        wanted = PixelFormat.of((height, width), config["mean"], config["std"], config["interpolation"])
+        reader = feature_reader(probe, rows_of_table(table, store.source() if images is None else images), wanted)
+        if keep_features:
+            reader = kept(reader, len(table), on_progress=on_progress)
+        return cls(table, reader, config["prefix"])
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def select(self, rows: Sequence[int]) -> StoredRows:
+        """These rows, in this order."""
+        index = torch.tensor(rows)
+        return StoredRows(self.table.select(rows), lambda wanted: self.features(index[wanted.cpu()]), self.prefix)
+
+    def split(self, share: float) -> tuple[StoredRows, StoredRows]:
+        """(training, held out) as in `split_by_image`."""
+        train, held_out = split_by_image(self.table, share)
+        return self.select(train), self.select(held_out)
+
+    def examples(self, target: str = "importance") -> HeadExamples:
+        """The examples of a head: imp* (`eq:imp_target`), or the block norms of the paper's ablation E.1."""
+        if target not in TARGETS:
+            raise PullbackError(f"target: expected one of {', '.join(TARGETS)}, got {target!r}.")
+        wanted = self.table.importance if target == "importance" else self.table.block_norm
+        return HeadExamples(lambda rows: _plain(self.features(rows)), wanted, self.prefix)
 
 
 @dataclass(frozen=True)
@@ -317,25 +348,24 @@ def rows_of_table(table: TargetTable, source: ImageSource | Source) -> list[Imag
 
 def readable_rows(source: ImageSource | Source, wanted: PixelFormat, limit: int | None = None) -> list[ImageRow]:
     """The images of a source that can be read: an unreadable one must not stop a training run in its middle."""
+
+    def can_be_read(row: ImageRow) -> bool:
+        try:
+            row.pixels(wanted)
+        except Exception:  # on a damaged file Pillow's decoders raise nearly anything
+            return False
+        return True
+
     rows = [ImageRow(item) for item in islice(open_source(source), limit)]
     with ThreadPoolExecutor(READERS) as pool:
-        usable = list(pool.map(lambda row: _can_be_read(row, wanted), rows))
-    rows = [row for row, is_usable in zip(rows, usable, strict=True) if is_usable]
+        rows = [row for row, usable in zip(rows, pool.map(can_be_read, rows), strict=True) if usable]
     if not rows:
         raise ImageError("source: expected at least one readable image, got none.")
     return rows
 
 
-def _can_be_read(row: ImageRow, wanted: PixelFormat) -> bool:
-    try:
-        row.pixels(wanted)
-    except Exception:  # on a damaged file Pillow's decoders raise nearly anything
-        return False
-    return True
-
-
-def feature_reader(probe: AnyProbe, rows: Sequence[ImageRow], wanted: PixelFormat) -> Reader:
-    """Row numbers [b] -> features [b, N, D] on the probe's device, computed anew each time.
+def feature_reader(probe: ProbeMap, rows: Sequence[ImageRow], wanted: PixelFormat) -> Reader:
+    """A reader that computes the features of these rows anew each time, on the probe's device.
 
     Where the decoder reads layers below the probe, the features carry them, as `probe.features` has them."""
     pool = ThreadPoolExecutor(READERS)
@@ -367,16 +397,8 @@ def kept(reader: Reader, count: int, *, on_progress: Callable[[int], None] | Non
     return lambda rows: held[rows.to(held.device)].to(dtype)
 
 
-def head_examples(table: TargetTable, features: Reader, *, target: str = "importance", prefix: int = 1) -> HeadExamples:
-    """The examples of a head: imp* (`eq:imp_target`), or the block norms of the paper's ablation E.1."""
-    if target not in TARGETS:
-        raise PullbackError(f"target: expected one of {', '.join(TARGETS)}, got {target!r}.")
-    wanted = table.importance if target == "importance" else table.block_norm
-    return HeadExamples(lambda rows: _plain(features(rows)), wanted, prefix)
-
-
 def _plain(features: Tensor) -> Tensor:
-    """Without the layers below, which a head does not read."""
+    """Features without the layers below, which a head does not read."""
     return features.as_subclass(Tensor)
 
 
@@ -393,63 +415,14 @@ def split_by_image(table: TargetTable, share: float) -> tuple[list[int], list[in
     return parts
 
 
-def subset(reader: Reader, rows: Sequence[int]) -> Reader:
-    """The reader of some rows of a table, by their number among those."""
-    index = torch.tensor(rows)
-    return lambda wanted: reader(index[wanted.cpu()])
-
-
 def fingerprint(table: TargetTable, config: Mapping[str, Any]) -> str:
-    """Of rows and how they were computed, wherever the images lie: other rows, or another order, train another head."""
+    """A hash of rows and how they were computed, wherever the images lie: other rows, or another order, train another
+    head."""
     known = {name: value for name, value in config.items() if name not in (*NOT_COMPARED, "source")}
     rows = list(zip(table.keys, table.crop_index, table.image_sha256, strict=True))
     return hash_of([known, rows])
 
 
 def hash_of(plain: Any) -> str:
-    """Of anything that JSON can hold."""
+    """A short hash of anything that JSON can hold."""
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
-
-
-@dataclass(frozen=True, eq=False)
-class StoredRows:
-    """Rows of a store with the way to their features."""
-
-    table: TargetTable
-    features: Reader
-    prefix: int = 1
-
-    @classmethod
-    def of(
-        cls,
-        probe: AnyProbe,
-        store: TargetStore,
-        images: ImageSource | Source | None = None,
-        *,
-        keep_features: bool = True,
-        on_progress: Callable[[int], None] | None = None,
-    ) -> StoredRows:
-        """``images``: where the images are now, if not where the store says. Features as in `kept`, or computed anew
-        each time; either way from the pixels that the store's targets are of."""
-        table, config = store.read(modes=False), store.config
-        height, width = config["size"]
-        wanted = PixelFormat.of((height, width), config["mean"], config["std"], config["interpolation"])
-        reader = feature_reader(probe, rows_of_table(table, store.source() if images is None else images), wanted)
-        if keep_features:
-            reader = kept(reader, len(table), on_progress=on_progress)
-        return cls(table, reader, config["prefix"])
-
-    def __len__(self) -> int:
-        return len(self.table)
-
-    def select(self, rows: Sequence[int]) -> StoredRows:
-        """These rows, in this order."""
-        return StoredRows(self.table.select(rows), subset(self.features, rows), self.prefix)
-
-    def split(self, share: float) -> tuple[StoredRows, StoredRows]:
-        """(training, held out) as in `split_by_image`."""
-        train, held_out = split_by_image(self.table, share)
-        return self.select(train), self.select(held_out)
-
-    def examples(self, target: str = "importance") -> HeadExamples:
-        return head_examples(self.table, self.features, target=target, prefix=self.prefix)

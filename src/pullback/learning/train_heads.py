@@ -1,16 +1,15 @@
-"""Heads of several layers and sizes from one stream of pictures.
-
-For random signs u in output space, one backward pass of <decoder(F), u> leaves (J_l)^T u at the features F^l of every
-layer l at once, and E |((J_l)^T u)_t|^2 = |J_l,t|_F^2: block norms of all layers for the price of the earliest.
-Pictures come in blocks as in `fresh_crops.py`. Beside its target every head predicts, from the state in front of its
-MLP, what the last layer will make of each token (leading principal components of the normed features, free with the
-forward pass): where pictures are few this says more about each of them. That part is thrown away afterwards.
-
-Training a head on pictures that are varied anew all the time, with targets as fast as the device computes them.
+"""Train heads on pictures that are varied anew all the time, with targets as fast as the device computes them.
 
 Early layers need many different pictures. Block norms from a few VJPs cost a fifteenth of the top-r importance there
 and rank tokens nearly alike, so a head learns from many cheap targets first. Pictures come in blocks: block k follows
 from the seed and k alone, is used for ``steps_per_block`` steps and forgotten, so a stopped run goes on exactly.
+
+`FreshCrops` and `FreshHeadTask` train one head at one layer. `LayerStream` and `GroupTask` train heads of several
+layers and sizes from one stream: for random signs u in output space, one backward pass of <decoder(F), u> leaves
+(J_l)^T u at the features F^l of every layer l at once, and E |((J_l)^T u)_t|^2 = |J_l,t|_F^2: block norms of all layers
+for the price of the earliest. Beside its target every head of such a group predicts, from the state in front of its
+MLP, what the last layer will make of each token (leading principal components of the normed features, free with the
+forward pass): where pictures are few this says more about each of them. That part is thrown away afterwards.
 """
 
 from __future__ import annotations
@@ -30,11 +29,80 @@ from pullback.learning.fit import CurrentBlock, Losses, Network, Share
 from pullback.learning.head import ImportanceHead
 from pullback.learning.losses import order_loss
 from pullback.learning.pretrained import Pretrained
-from pullback.learning.train_head import AnyProbe, HeadExamples, HeadTask, head_scores
+from pullback.learning.train_head import HeadExamples, HeadTask, head_scores
 from pullback.operators import JacobianOperator
 from pullback.probes import ProbeMap
 from pullback.randnla import Streams
 from pullback.targets.recipe import targets_of
+
+
+@dataclass(frozen=True)
+class FreshCrops:
+    """Block k of varied pictures with their targets.
+
+    ``pictures`` [n, 3, H, W] uint8 on any device. ``num_probes``: so many VJPs for block norms; None: importance,
+    accurate, or with ``rounds`` as `quick_importance` has it.
+    """
+
+    probe: ProbeMap
+    pictures: Tensor
+    size: int
+    block: int = 2048
+    variation: Variation = CROPS
+    num_probes: int | None = 4
+    rank: int = 20
+    rounds: int | None = None
+    batch: int = 64
+    precision: str = "float32"
+    seed: int = 0
+
+    def __call__(self, number: int) -> HeadExamples:
+        generator = Streams.from_seed(self.seed, 1, first=number).generators[0]
+        features, targets = [], []
+        for _ in range(0, self.block, self.batch):
+            with torch.no_grad():
+                part = self.probe.features(_varied_pictures(self, generator))
+            seed = int(torch.randint(1 << 62, (), generator=generator))
+            targets.append(self._targets(part, seed).float())
+            features.append(part.as_subclass(Tensor).half())
+        layout = self.probe.backbone.token_layout(torch.empty(0, 3, self.size, self.size))
+        return HeadExamples.kept(torch.cat(features)[: self.block], torch.cat(targets)[: self.block], layout.prefix)
+
+    def _targets(self, features: Tensor, seed: int) -> Tensor:
+        if self.num_probes is None and self.rounds is None:
+            return targets_of(self.probe, features, self.rank, seed=seed, precision=self.precision).importance
+        operator = JacobianOperator(self.probe, features, precision=self.precision)
+        streams = Streams.from_seed(seed, len(features), features.device)
+        if self.num_probes is None:
+            width = min(operator.rows, self.rank + 12)
+            return quick_importance(
+                operator, features.shape[1], self.rank, width=width, rounds=self.rounds or 0, streams=streams
+            )
+        found = block_norms(operator, features.shape[1], num_probes=self.num_probes, streams=streams)
+        return found.squared.value.clamp_min(0).sqrt()
+
+
+@dataclass(eq=False)
+class FreshHeadTask:
+    """A `Task` whose examples are replaced every ``steps_per_block`` steps."""
+
+    blocks: Callable[[int], HeadExamples]
+    held_out: HeadExamples
+    steps_per_block: int
+    rank_weight: float = 0.5
+    _current: CurrentBlock[HeadTask] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._current = CurrentBlock(self._task, self.steps_per_block)
+
+    def _task(self, number: int) -> HeadTask:
+        return HeadTask([self.blocks(number)], self.held_out, self.rank_weight)
+
+    def loss(self, network: Network, step: int, share: Share, generator: torch.Generator) -> Losses:
+        return self._current.at(step).loss(network, step, share, generator)
+
+    def validate(self, network: Network) -> Mapping[str, float]:
+        return head_scores(network, self.held_out)
 
 
 @dataclass(frozen=True)
@@ -75,22 +143,26 @@ class LayerStream:
 
     @cached_property
     def _components(self) -> tuple[Tensor, Tensor]:
-        """From pictures of their own, so that a run that goes on has the same ones."""
+        """Mean and directions of the hints, from pictures of their own: a run that goes on has the same ones."""
         if self.num_hints > self.probe.backbone.dim:
             raise PullbackError(f"num_hints: expected at most {self.probe.backbone.dim}, got {self.num_hints}.")
         generator = Streams.from_seed(self.seed, 1, first=-1).generators[0]
         return principal_components(self._part(generator)[2], self.num_hints)
 
     def _part(self, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-        rows = torch.randint(len(self.pictures), (self.batch,), generator=generator)
-        chosen = self.pictures[rows.to(self.pictures.device)].to(self.probe.device)
-        pictures = varied(chosen.float() / 255, self.size, self.variation, generator)
-        wanted = self.probe.backbone.preprocessing
-        mean, std = (pictures.new_tensor(values).view(3, 1, 1) for values in (wanted.mean, wanted.std))
+        images = _varied_pictures(self, generator)
         draws = torch.Generator(self.probe.device).manual_seed(int(torch.randint(1 << 62, (), generator=generator)))
-        return block_norms_of_layers(
-            self.probe, (pictures - mean) / std, self.layers, num_probes=self.num_probes, generator=draws
-        )
+        return block_norms_of_layers(self.probe, images, self.layers, num_probes=self.num_probes, generator=draws)
+
+
+def _varied_pictures(stream: FreshCrops | LayerStream, generator: torch.Generator) -> Tensor:
+    """The next ``batch`` pictures, drawn with replacement and varied, as the backbone wants them [batch, 3, H, W]."""
+    rows = torch.randint(len(stream.pictures), (stream.batch,), generator=generator)
+    chosen = stream.pictures[rows.to(stream.pictures.device)].to(stream.probe.device)
+    pictures = varied(chosen.float() / 255, stream.size, stream.variation, generator)
+    wanted = stream.probe.backbone.preprocessing
+    mean, std = (pictures.new_tensor(values).view(3, 1, 1) for values in (wanted.mean, wanted.std))
+    return (pictures - mean) / std
 
 
 def block_norms_of_layers(
@@ -117,8 +189,7 @@ def block_norms_of_layers(
         with torch.enable_grad():
             for layer in range(layers[0] + 1, top + 1):
                 states[layer] = backbone.blocks[layer](states[layer - 1], rope)
-            taps = [states[layer][:, : decoder.rows] for layer in decoder.layers]
-            output = decoder.decode([backbone.norm(tap) if decoder.normed else tap for tap in taps], layout).flatten(1)
+            output = decoder.output([states[layer] for layer in decoder.layers], layout, backbone.norm).flatten(1)
             wanted = [states[layer] for layer in layers]
             energy = torch.zeros(len(layers), *first.shape[:2], device=images.device)
             for count in range(num_probes):
@@ -240,80 +311,3 @@ class GroupTask:
             scores |= {f"{name}/{key}": value for key, value in found.items() if key != "score"}
         rho = [value for name, value in scores.items() if name.endswith("/rho")]
         return {"score": sum(rho) / len(rho), **scores}
-
-
-@dataclass(frozen=True)
-class FreshCrops:
-    """Block k of varied pictures with their targets.
-
-    ``pictures`` [n, 3, H, W] uint8 on any device. ``num_probes``: so many VJPs for block norms; None: importance,
-    accurate, or with ``rounds`` as `quick_importance` has it.
-    """
-
-    probe: AnyProbe
-    pictures: Tensor
-    size: int
-    block: int = 2048
-    variation: Variation = CROPS
-    num_probes: int | None = 4
-    rank: int = 20
-    rounds: int | None = None
-    batch: int = 64
-    precision: str = "float32"
-    seed: int = 0
-
-    def __call__(self, number: int) -> HeadExamples:
-        generator = Streams.from_seed(self.seed, 1, first=number).generators[0]
-        features, targets = [], []
-        for _ in range(0, self.block, self.batch):
-            rows = torch.randint(len(self.pictures), (self.batch,), generator=generator)
-            chosen = self.pictures[rows.to(self.pictures.device)].to(self.probe.device)
-            pixels = self._normalised(varied(chosen.float() / 255, self.size, self.variation, generator))
-            with torch.no_grad():
-                part = self.probe.features(pixels)
-            seed = int(torch.randint(1 << 62, (), generator=generator))
-            targets.append(self._targets(part, seed).float())
-            features.append(part.as_subclass(Tensor).half())
-        layout = self.probe.backbone.token_layout(torch.empty(0, 3, self.size, self.size))
-        return HeadExamples.kept(torch.cat(features)[: self.block], torch.cat(targets)[: self.block], layout.prefix)
-
-    def _targets(self, features: Tensor, seed: int) -> Tensor:
-        if self.num_probes is None and self.rounds is None:
-            return targets_of(self.probe, features, self.rank, seed=seed, precision=self.precision).importance
-        operator = JacobianOperator(self.probe, features, precision=self.precision)
-        streams = Streams.from_seed(seed, len(features), features.device)
-        if self.num_probes is None:
-            width = min(operator.rows, self.rank + 12)
-            return quick_importance(
-                operator, features.shape[1], self.rank, width=width, rounds=self.rounds or 0, streams=streams
-            )
-        found = block_norms(operator, features.shape[1], num_probes=self.num_probes, streams=streams)
-        return found.squared.value.clamp_min(0).sqrt()
-
-    def _normalised(self, pictures: Tensor) -> Tensor:
-        wanted = self.probe.backbone.preprocessing
-        mean, std = (pictures.new_tensor(values).view(3, 1, 1) for values in (wanted.mean, wanted.std))
-        return (pictures - mean) / std
-
-
-@dataclass(eq=False)
-class FreshHeadTask:
-    """A `Task` whose examples are replaced every ``steps_per_block`` steps."""
-
-    blocks: Callable[[int], HeadExamples]
-    held_out: HeadExamples
-    steps_per_block: int
-    rank_weight: float = 0.5
-    _current: CurrentBlock[HeadTask] = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        self._current = CurrentBlock(self._task, self.steps_per_block)
-
-    def _task(self, number: int) -> HeadTask:
-        return HeadTask([self.blocks(number)], self.held_out, self.rank_weight)
-
-    def loss(self, network: Network, step: int, share: Share, generator: torch.Generator) -> Losses:
-        return self._current.at(step).loss(network, step, share, generator)
-
-    def validate(self, network: Network) -> Mapping[str, float]:
-        return head_scores(network, self.held_out)

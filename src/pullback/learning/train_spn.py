@@ -1,11 +1,8 @@
-"""A Spectral Pullback Network from images: what `pullback train spn` does.
+"""Train a Spectral Pullback Network on images: what `pullback train spn` does.
 
-Learning the Spectral Pullback Network, how well it finds the task's subspace, and the constant it must beat.
-
-What the Spectral Pullback Network is compared with in a training step: the paper's way, its ceiling and two rivals.
-
-Each is a function of (metric, features, streams) that returns the loss [B] of a batch and what is worth logging.
-Products are taken in the precision of the features and compared in that of the metric.
+From the outside in: `train_spn`; the task that it hands to the training loop (`SpnTask`); what the network is compared
+with in a training step (`Supervision`: the paper's way, its ceiling and two rivals); how well it finds the task's
+subspace (`spn_scores`), and the constant subspace that it must beat (`constant_subspace`).
 """
 
 from __future__ import annotations
@@ -21,51 +18,39 @@ from torch import Tensor
 from pullback.data.images import ImageSource
 from pullback.data.sources import Source, open_source
 from pullback.errors import PullbackError
+from pullback.evaluation.statistics import mean_and_error
 from pullback.geometry.spectrum import Probe, as_token_maps
 from pullback.learning.fit import FitConfig, Losses, Network, Share, fit
 from pullback.learning.losses import alignment, direction_loss, distance_loss, energy_loss, subspace_loss
 from pullback.learning.spn import SpectralPullbackNetwork, SpnConfig, orthonormal_columns
 from pullback.learning.train_head import (
-    AnyProbe,
-    Watch,
-    counting_steps,
+    Reader,
     feature_reader,
     hash_of,
     kept,
+    origin_of,
     readable_rows,
     rows_of_table,
 )
 from pullback.operators import JacobianOperator, LinearOperator, LowRankMetric, check_sensitive
+from pullback.probes import ProbeMap
 from pullback.randnla import Streams, Svd, block_krylov, power_iteration
 from pullback.randnla.student import student_quantile
 from pullback.randnla.svd import exact_svd
 from pullback.randnla.trace import draw_probes, energy, tail_energies
-from pullback.runs.provenance import weights_hash
+from pullback.runs.progress import Progress, Silent
 from pullback.targets.compute import compute_table
-from pullback.targets.origin import Origin
 from pullback.targets.recipe import Recipe
 from pullback.targets.store import NOT_COMPARED, configuration
+from pullback.targets.table import TargetTable
 
 SUPERVISIONS = ("randnla", "spectral", "distances", "directions")
-
-
-def supervision_of(
-    name: str, probe: AnyProbe, *, power_iters: int, sketch_width: int | None, precision: str
-) -> Supervision:
-    """By the name it has on the command line."""
-    choices: dict[str, Callable[[], Supervision]] = {
-        "randnla": lambda: RandNLA(probe, power_iters, sketch_width, precision=precision),
-        "spectral": lambda: Spectral(probe, precision=precision),
-        "distances": lambda: DistanceMatching(probe),
-        "directions": lambda: RandomDirections(probe, precision=precision),
-    }
-    if name not in choices:
-        raise PullbackError(f"supervision: expected one of {', '.join(SUPERVISIONS)}, got {name!r}.")
-    return choices[name]()
+MetricNetwork = Callable[[Tensor], LowRankMetric]
+"""Features [B, N, D] to the metric there."""
 
 
 def train_spn(
-    probe: AnyProbe,
+    probe: ProbeMap,
     images: ImageSource | Source,
     held_out: ImageSource | Source,
     *,
@@ -83,7 +68,7 @@ def train_spn(
     config: FitConfig | None = None,
     out: str | Path | None = None,
     tensorboard: bool = False,
-    watch: Watch = lambda what, count: None,
+    progress: Progress | None = None,
 ) -> SpectralPullbackNetwork:
     """Train on these images under one supervision; V_1 against the exact modes of ``held_out`` decides and is logged.
 
@@ -92,31 +77,25 @@ def train_spn(
     ``constant_images``: start at the best constant subspace of so many training images (`start_at`), which needs their
     modes; 0 starts at random, as the paper does.
     """
-    config = config or FitConfig(steps=2000, batch=16, learning_rate=1e-3)
+    config, progress = config or FitConfig(steps=2000, batch=16, learning_rate=1e-3), progress or Silent()
     wanted = probe.pixel_format(size)
     teacher = supervision_of(
         supervision, probe, power_iters=power_iters, sketch_width=sketch_width, precision=precision
     )
-    judge = held_out_modes(probe, held_out, rank, size=wanted.size, watch=watch)
+    judge = held_out_modes(probe, held_out, rank, size=wanted.size, progress=progress)
     rows = readable_rows(images, wanted, limit)
     reader = feature_reader(probe, rows, wanted)
     first = reader(torch.arange(min(8, len(rows))))
     if keep_features and type(first) is torch.Tensor:
-        reader = kept(reader, len(rows), on_progress=lambda count: watch("features", count))
+        progress.work("computing features", len(rows), "images")
+        reader = kept(reader, len(rows), on_progress=progress.advance)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         network = SpectralPullbackNetwork.from_config(SpnConfig(first.shape[-1], rank, width, heads))
     network.to(first.device).start_from(first, judge.singular_values[: len(first)].to(first.device))
     if constant_images:
-        known, _ = compute_table(
-            probe,
-            images,
-            rank=rank,
-            size=wanted.size,
-            limit=constant_images if limit is None else min(limit, constant_images),
-            keep_modes=True,
-            on_progress=lambda n: watch("constant", n),
-        )
+        count = constant_images if limit is None else min(limit, constant_images)
+        known = _modes(probe, images, rank, wanted.size, count, "computing the constant subspace", progress)
         assert known.modes is not None
         network.start_at(constant_subspace(known.modes.to(first.device), rank, seed=config.seed))
     made_for = configuration(probe, Recipe(rank, precision=precision), wanted, crops=0, seed=config.seed, source="")
@@ -135,53 +114,54 @@ def train_spn(
         out=None if out is None else Path(out),
         settings=settings,
         tensorboard=tensorboard,
-        on_step=counting_steps(watch),
+        progress=progress,
     )
     scores = {name: value for name, value in fitted.scores.items() if name != "score"}
     return network.describe(origin=origin_of(probe, rank, wanted.size), scores=scores).eval()
 
 
 def held_out_modes(
-    probe: AnyProbe,
+    probe: ProbeMap,
     images: ImageSource | Source,
     rank: int,
     *,
     size: int | tuple[int, int] | None = None,
     limit: int | None = None,
-    watch: Watch = lambda what, count: None,
+    progress: Progress | None = None,
 ) -> SpnExamples:
     """Feature maps of these images with their leading modes, exact or accurate to 1e-3."""
-    table, _ = compute_table(
-        probe, images, rank=rank, size=size, limit=limit, keep_modes=True, on_progress=lambda n: watch("targets", n)
-    )
-    assert table.modes is not None
     wanted = probe.pixel_format(size)
+    table = _modes(probe, images, rank, wanted.size, limit, "computing held-out modes", progress or Silent())
+    assert table.modes is not None
     layout = probe.backbone.token_layout(torch.empty(0, 3, *wanted.size))
     reader = feature_reader(probe, rows_of_table(table, images), wanted)
     return SpnExamples(reader, table.modes, table.singular_values, table.total, layout.prefix)
 
 
-def origin_of(probe: AnyProbe, rank: int, size: tuple[int, int]) -> Origin:
-    """What a network that was trained on this probe is made for."""
-    return Origin(
-        family=probe.backbone.family,
-        weights=weights_hash(probe.backbone.model),
-        layer=probe.layer if isinstance(probe.layer, int) else None,
-        decoder=probe.decoder.name,
-        rank=rank,
-        resolutions=(size,),
-    )
-
-
-MetricNetwork = Callable[[Tensor], LowRankMetric]
-"""Features [B, N, D] to the metric there."""
+def _modes(
+    probe: ProbeMap,
+    images: ImageSource | Source,
+    rank: int,
+    size: tuple[int, int],
+    limit: int | None,
+    what: str,
+    progress: Progress,
+) -> TargetTable:
+    """Targets of these images with their modes, told to ``progress`` as ``what``."""
+    source = open_source(images)
+    if source.count is None:
+        progress.stage(what)
+    else:
+        progress.work(what, source.count if limit is None else min(source.count, limit), "images")
+    count = None if source.count is None else progress.advance
+    return compute_table(probe, source, rank=rank, size=size, limit=limit, keep_modes=True, on_progress=count)[0]
 
 
 @dataclass(frozen=True, eq=False)
 class SpnExamples:
     """Held-out feature maps whose leading modes are known."""
 
-    features: Callable[[Tensor], Tensor]  # rows [b] -> [b, N, D]
+    features: Reader
     modes: Tensor  # [n, r, N, D]
     singular_values: Tensor  # [n, r]
     total: Tensor  # [n], |J|_F^2
@@ -194,10 +174,10 @@ class SpnExamples:
 
 @dataclass(frozen=True)
 class SpnTask:
-    """Batches of training features (``count`` of them) under one kind of supervision. With ``probe``, validation also
-    measures the natural sensitivity ratio, for r JVPs per held-out image."""
+    """A `Task`: batches of training features (``count`` of them) under one kind of supervision. With ``probe``,
+    validation also measures the natural sensitivity ratio, for r JVPs per held-out image."""
 
-    features: Callable[[Tensor], Tensor]
+    features: Reader
     count: int
     supervision: Supervision
     held_out: SpnExamples
@@ -225,142 +205,34 @@ class SpnTask:
         scores = spn_scores(network, self.held_out, batch=self.batch)
         if self.probe is not None:
             ratio = natural_sensitivity_ratio(network, self.probe, self.held_out, batch=self.batch)
-            scores.update(_mean_and_error("natural_ratio", ratio))
+            scores["natural_ratio"], scores["natural_ratio_se"] = mean_and_error(ratio)
         return scores
 
 
-@dataclass(frozen=True, eq=False)
-class ExampleScores:
-    """One number per example [n], on the CPU."""
+class Supervision(Protocol):
+    """What a metric is compared with in a training step: the loss [B] of a batch, and what is worth logging.
 
-    v1: Tensor  # over all tokens
-    v1_patches: Tensor  # over patch tokens alone
-    energy_share: Tensor  # what the predicted energies add up to, of |J|_F^2
+    Products are taken in the precision of the features and compared in that of the metric."""
 
-
-@torch.no_grad()
-def example_scores(network: MetricNetwork, examples: SpnExamples, *, batch: int = 16) -> ExampleScores:
-    """V_1 of every example, and its predicted energies against the exact total."""
-    whole, patches, share = [], [], []
-    for rows in torch.arange(len(examples)).split(batch):
-        metric = network(examples.features(rows))
-        truth = examples.modes[rows].to(metric.modes)
-        whole.append(alignment(metric.modes, truth).cpu())
-        patches.append(patch_alignment(metric.modes, truth, examples.prefix, examples.views).cpu())
-        share.append(metric.energies.sum(1).cpu() / examples.total[rows].cpu())
-    return ExampleScores(torch.cat(whole), torch.cat(patches), torch.cat(share))
-
-
-def spn_scores(network: MetricNetwork, examples: SpnExamples, *, batch: int = 16) -> dict[str, float]:
-    """V_1 over all tokens and without the prefix (CLS) block, with standard errors over images, and how far the
-    predicted energies are from the exact ones: the share of the total that they add up to, against kappa_cap."""
-    found = example_scores(network, examples, batch=batch)
-    kappa = examples.singular_values.double().square().sum(1) / examples.total.double()
-    return {
-        **_mean_and_error("v1", found.v1),
-        **_mean_and_error("v1_patches", found.v1_patches),
-        "score": float(found.v1.mean()),
-        "sensitivity_ratio": float(found.energy_share.mean()),
-        "kappa": float(kappa.mean()),
-    }
-
-
-def comparison_row(name: str, found: ExampleScores, constant: ExampleScores) -> dict[str, Any]:
-    """Mean V_1 of a network, and its paired lead over the constant subspace with half the width of its 95 % interval:
-    t_{0.975, n-1} std(lead) / sqrt(n), None for a single example."""
-    row: dict[str, Any] = {"network": name}
-    for label in ("v1", "v1_patches"):
-        values = getattr(found, label).double()
-        lead = values - getattr(constant, label).double()
-        count = len(lead)
-        half = student_quantile(0.975, count - 1) * float(lead.std()) / count**0.5 if count > 1 else None
-        row |= {label: float(values.mean()), f"{label}_lead": float(lead.mean()), f"{label}_lead_half_width": half}
-    return row
-
-
-@torch.no_grad()
-def natural_sensitivity_ratio(
-    network: MetricNetwork,
-    probe: Probe,
-    examples: SpnExamples,
-    *,
-    batch: int = 16,
-    precision: str = "float32",
-) -> Tensor:
-    """sum_j |J u_j|^2 / |J|_F^2 of every example [n], float64: the share of the task's sensitivity in the predicted
-    subspace, with natural energies (Corollary cor:ssm_quality). At most kappa_cap(r), which the true modes reach."""
-    ratios = []
-    for rows in torch.arange(len(examples)).split(batch):
-        features = examples.features(rows)
-        operator = JacobianOperator(probe, features, precision=precision)
-        images = operator @ network(features).modes.flatten(2).mT
-        ratios.append(images.double().square().sum((1, 2)) / examples.total[rows].to(images.device))
-    return torch.cat(ratios)
-
-
-def patch_alignment(modes: Tensor, truth: Tensor, prefix: int, views: int = 1) -> Tensor:
-    """V_1 of the two subspaces [B, r, N, D] restricted to the patch tokens [B]: the block of the CLS token, where most
-    of the energy of late modes sits, would hide the rest. Each of ``views`` begins with ``prefix`` such tokens."""
-    if views < 1 or modes.shape[2] % views:
-        raise PullbackError(
-            f"views: expected a number that divides the {modes.shape[2]} tokens of a scene, got {views}. Take it from "
-            "probe.token_layout(features)."
-        )
-    own = [m.unflatten(2, (views, -1))[:, :, :, prefix:].flatten(2) for m in (modes, truth)]  # [B, r, patches D]
-    spans = [orthonormal_columns(m.mT.float()).mT for m in own]
-    return (spans[0] @ spans[1].mT).square().sum((1, 2)) / truth.shape[1]
-
-
-class StackedModes(LinearOperator):
-    """The modes of n images under each other, [n r, N D] scaled by 1 / sqrt(n): its leading right singular vectors are
-    the subspace with the largest mean V_1."""
-
-    def __init__(self, modes: Tensor) -> None:
-        self.matrix = modes.flatten(2).flatten(0, 1)
-        self.scale = len(modes) ** -0.5
-        dtype = torch.promote_types(modes.dtype, torch.float32)  # modes may be stored in half precision
-        super().__init__(1, *self.matrix.shape, dtype=dtype, device=modes.device)
-
-    def _matmat(self, columns: Tensor) -> Tensor:
-        return self.scale * (self.matrix.to(columns.dtype) @ columns)
-
-    def _rmatmat(self, columns: Tensor) -> Tensor:
-        return self.scale * (self.matrix.to(columns.dtype).mT @ columns)
-
-
-def constant_subspace(modes: Tensor, rank: int, *, seed: int = 0) -> Tensor:
-    """argmax_U mean_i |U^T V_i|_F^2 over orthonormal U, from training modes [n, r, N, D] -> [rank, N, D]."""
-    stacked = StackedModes(modes)
-    found = block_krylov(stacked, rank, rtol=1e-4, streams=Streams.from_seed(seed, 1, modes.device))
-    return found.right[0].mT.unflatten(-1, modes.shape[2:])
-
-
-def constant_network(subspace: Tensor) -> MetricNetwork:
-    """One subspace [r, N, D] for every image, with energies of 1."""
-
-    def network(features: Tensor) -> LowRankMetric:
-        modes = subspace.to(features.device).expand(len(features), *subspace.shape)
-        return LowRankMetric(modes, modes.new_ones(modes.shape[:2]))
-
-    return network
-
-
-def constant_scores(subspace: Tensor, examples: SpnExamples, *, batch: int = 16) -> dict[str, float]:
-    """The same scores for one subspace [r, N, D] for every image."""
-    scores = spn_scores(constant_network(subspace), examples, batch=batch)
-    return {name: value for name, value in scores.items() if name != "sensitivity_ratio"}
-
-
-def _mean_and_error(name: str, values: Tensor) -> dict[str, float]:
-    error = float(values.std()) / len(values) ** 0.5 if len(values) > 1 else 0.0
-    return {name: float(values.mean()), f"{name}_se": error}
+    def __call__(self, metric: LowRankMetric, features: Tensor, streams: Streams) -> Supervised: ...
 
 
 Supervised = tuple[Tensor, Mapping[str, float]]
 
 
-class Supervision(Protocol):
-    def __call__(self, metric: LowRankMetric, features: Tensor, streams: Streams) -> Supervised: ...
+def supervision_of(
+    name: str, probe: ProbeMap, *, power_iters: int, sketch_width: int | None, precision: str
+) -> Supervision:
+    """The supervision with this name on the command line."""
+    choices: dict[str, Callable[[], Supervision]] = {
+        "randnla": lambda: RandNLA(probe, power_iters, sketch_width, precision=precision),
+        "spectral": lambda: Spectral(probe, precision=precision),
+        "distances": lambda: DistanceMatching(probe),
+        "directions": lambda: RandomDirections(probe, precision=precision),
+    }
+    if name not in choices:
+        raise PullbackError(f"supervision: expected one of {', '.join(SUPERVISIONS)}, got {name!r}.")
+    return choices[name]()
 
 
 @dataclass(frozen=True)
@@ -462,3 +334,129 @@ def _spectral_loss(
     target = as_token_maps(found.right, shape).to(metric.modes.dtype)
     loss = subspace_loss(metric.modes, target) + energy_weight * energy_loss(metric.energies, found.singular_values)
     return loss, {"alignment": float(alignment(metric.modes.detach(), target).mean())}
+
+
+@dataclass(frozen=True, eq=False)
+class ExampleScores:
+    """One number per example [n], on the CPU."""
+
+    v1: Tensor  # over all tokens
+    v1_patches: Tensor  # over patch tokens alone
+    energy_share: Tensor  # what the predicted energies add up to, of |J|_F^2
+
+
+@torch.no_grad()
+def example_scores(network: MetricNetwork, examples: SpnExamples, *, batch: int = 16) -> ExampleScores:
+    """V_1 of every example, and its predicted energies against the exact total, ``batch`` examples at a time."""
+    whole, patches, share = [], [], []
+    for rows in torch.arange(len(examples)).split(batch):
+        metric = network(examples.features(rows))
+        truth = examples.modes[rows].to(metric.modes)
+        whole.append(alignment(metric.modes, truth).cpu())
+        patches.append(patch_alignment(metric.modes, truth, examples.prefix, examples.views).cpu())
+        share.append(metric.energies.sum(1).cpu() / examples.total[rows].cpu())
+    return ExampleScores(torch.cat(whole), torch.cat(patches), torch.cat(share))
+
+
+def spn_scores(network: MetricNetwork, examples: SpnExamples, *, batch: int = 16) -> dict[str, float]:
+    """V_1 over all tokens and without the prefix (CLS) block, with standard errors over images, and how far the
+    predicted energies are from the exact ones: the share of the total that they add up to, against kappa_cap."""
+    found = example_scores(network, examples, batch=batch)
+    kappa = examples.singular_values.double().square().sum(1) / examples.total.double()
+    v1, v1_se = mean_and_error(found.v1)
+    patches, patches_se = mean_and_error(found.v1_patches)
+    return {
+        "v1": v1,
+        "v1_se": v1_se,
+        "v1_patches": patches,
+        "v1_patches_se": patches_se,
+        "score": v1,
+        "sensitivity_ratio": float(found.energy_share.mean()),
+        "kappa": float(kappa.mean()),
+    }
+
+
+def comparison_row(name: str, found: ExampleScores, constant: ExampleScores) -> dict[str, Any]:
+    """Mean V_1 of a network, and its paired lead over the constant subspace with half the width of its 95 % interval:
+    t_{0.975, n-1} std(lead) / sqrt(n), None for a single example."""
+    row: dict[str, Any] = {"network": name}
+    for label in ("v1", "v1_patches"):
+        values = getattr(found, label).double()
+        lead = values - getattr(constant, label).double()
+        ahead, error = mean_and_error(lead)
+        half = student_quantile(0.975, len(lead) - 1) * error if len(lead) > 1 else None
+        row |= {label: float(values.mean()), f"{label}_lead": ahead, f"{label}_lead_half_width": half}
+    return row
+
+
+@torch.no_grad()
+def natural_sensitivity_ratio(
+    network: MetricNetwork,
+    probe: Probe,
+    examples: SpnExamples,
+    *,
+    batch: int = 16,
+    precision: str = "float32",
+) -> Tensor:
+    """sum_j |J u_j|^2 / |J|_F^2 of every example [n], float64: the share of the task's sensitivity in the predicted
+    subspace, with natural energies (Corollary cor:ssm_quality). At most kappa_cap(r), which the true modes reach."""
+    ratios = []
+    for rows in torch.arange(len(examples)).split(batch):
+        features = examples.features(rows)
+        operator = JacobianOperator(probe, features, precision=precision)
+        images = operator @ network(features).modes.flatten(2).mT
+        ratios.append(images.double().square().sum((1, 2)) / examples.total[rows].to(images.device))
+    return torch.cat(ratios)
+
+
+def patch_alignment(modes: Tensor, truth: Tensor, prefix: int, views: int = 1) -> Tensor:
+    """V_1 of the two subspaces [B, r, N, D] restricted to the patch tokens [B]: the block of the CLS token, where most
+    of the energy of late modes sits, would hide the rest. Each of ``views`` begins with ``prefix`` such tokens."""
+    if views < 1 or modes.shape[2] % views:
+        raise PullbackError(
+            f"views: expected a number that divides the {modes.shape[2]} tokens of a scene, got {views}. Take it from "
+            "probe.token_layout(features)."
+        )
+    own = [m.unflatten(2, (views, -1))[:, :, :, prefix:].flatten(2) for m in (modes, truth)]  # [B, r, patches D]
+    spans = [orthonormal_columns(m.mT.float()).mT for m in own]
+    return (spans[0] @ spans[1].mT).square().sum((1, 2)) / truth.shape[1]
+
+
+class StackedModes(LinearOperator):
+    """The modes of n images under each other, [n r, N D] scaled by 1 / sqrt(n): its leading right singular vectors are
+    the subspace with the largest mean V_1."""
+
+    def __init__(self, modes: Tensor) -> None:
+        self.matrix = modes.flatten(2).flatten(0, 1)
+        self.scale = len(modes) ** -0.5
+        dtype = torch.promote_types(modes.dtype, torch.float32)  # modes may be stored in half precision
+        super().__init__(1, *self.matrix.shape, dtype=dtype, device=modes.device)
+
+    def _matmat(self, columns: Tensor) -> Tensor:
+        return self.scale * (self.matrix.to(columns.dtype) @ columns)
+
+    def _rmatmat(self, columns: Tensor) -> Tensor:
+        return self.scale * (self.matrix.to(columns.dtype).mT @ columns)
+
+
+def constant_subspace(modes: Tensor, rank: int, *, seed: int = 0) -> Tensor:
+    """argmax_U mean_i |U^T V_i|_F^2 over orthonormal U, from training modes [n, r, N, D] -> [rank, N, D]."""
+    stacked = StackedModes(modes)
+    found = block_krylov(stacked, rank, rtol=1e-4, streams=Streams.from_seed(seed, 1, modes.device))
+    return found.right[0].mT.unflatten(-1, modes.shape[2:])
+
+
+def constant_network(subspace: Tensor) -> MetricNetwork:
+    """One subspace [r, N, D] for every image, with energies of 1."""
+
+    def network(features: Tensor) -> LowRankMetric:
+        modes = subspace.to(features.device).expand(len(features), *subspace.shape)
+        return LowRankMetric(modes, modes.new_ones(modes.shape[:2]))
+
+    return network
+
+
+def constant_scores(subspace: Tensor, examples: SpnExamples, *, batch: int = 16) -> dict[str, float]:
+    """The same scores for one subspace [r, N, D] for every image."""
+    scores = spn_scores(constant_network(subspace), examples, batch=batch)
+    return {name: value for name, value in scores.items() if name != "sensitivity_ratio"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -47,3 +48,8 @@ class Rows:
         if self.path.is_file():
             kept = [row for row in self.read() if wanted(row)]
             write_text(self.path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept))
+
+
+def finite(value: float) -> float | None:
+    """The value where strict JSON has a word for it; None for NaN and infinity."""
+    return value if math.isfinite(value) else None

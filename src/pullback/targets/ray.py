@@ -23,7 +23,7 @@ import torch
 from pullback import errors
 from pullback.errors import PullbackError
 from pullback.probes import ProbeMap
-from pullback.targets.shards import Job, Work, compute_shard
+from pullback.targets.compute import Job, Work, compute_shard
 from pullback.targets.store import StoreWriter
 
 TRIES = 5

@@ -1,6 +1,6 @@
 """The target store: a folder of Parquet shards that a run may be killed over at any moment.
 
-    targets.json             the configuration
+    targets.json             the configuration: what the targets were computed from, and how
     targets-00000.parquet    rows, with the configuration and the images that were skipped in the file's metadata
     .run                     which run may write here
 
@@ -8,9 +8,7 @@ A shard is written under a temporary name, flushed to disk and renamed, so it is
 puts its own mark into `.run` and a shard is only renamed while that mark stands: a worker that outlives its run, or a
 second run beside the first, cannot write rows that are already there.
 
-Target tables as Arrow tables and back. pyarrow is an extra: it is imported when a store is touched.
-
-What targets were computed from, and how: the configuration that a store carries and that a second run must share.
+pyarrow is an extra: it is imported when a store is touched.
 """
 
 from __future__ import annotations
@@ -19,13 +17,11 @@ import hashlib
 import json
 import os
 import re
-import tempfile
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,61 +34,17 @@ from pullback.data.sources import LISTED, Source, open_source
 from pullback.errors import PullbackError
 from pullback.operators import ProductCount
 from pullback.probes import INPUTS, ProbeMap
+from pullback.runs.files import make_folder, read_json, remove_unfinished, write_atomic, write_json
 from pullback.runs.provenance import weights_hash
-from pullback.targets.origin import Origin
+from pullback.runs.settings import check_settings
 from pullback.targets.recipe import Recipe
-from pullback.targets.shards import Shard, SkippedItem
-from pullback.targets.table import TargetTable
+from pullback.targets.table import Shard, SkippedItem, TargetTable
 
+FORMAT = 1
 CONFIG, RUN = "targets.json", ".run"
+NOT_COMPARED = ("model", "pullback")
+"""The weights' hash says which model it is, whatever its folder is called; another version may finish a store."""
 _SHARD = re.compile(r"targets-(\d+)\.parquet")
-
-
-class StaleRun(PullbackError):
-    """Another run has taken this store over."""
-
-
-@dataclass(frozen=True)
-class StoreWriter:
-    """The right to add shards to a store, until another run claims it. Small, and may travel to other processes."""
-
-    folder: Path
-    config: dict[str, Any]
-    mark: str
-
-    @classmethod
-    def claim(cls, folder: Path, config: dict[str, Any]) -> StoreWriter:
-        """Make the store, or take over one of the same configuration; leftovers of a killed run are removed."""
-        load_arrow()
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            if (folder / CONFIG).is_file():
-                check_same(_read_config(folder), config, folder)
-            elif any(_SHARD.fullmatch(path.name) for path in folder.iterdir()):
-                raise PullbackError(f"out: {folder} holds shards but no {CONFIG}. Choose another folder.")
-            writer = cls(folder.absolute(), config, uuid.uuid4().hex)
-            _write(folder / RUN, lambda file: file.write(writer.mark.encode()))
-            if not (folder / CONFIG).is_file():
-                _write(folder / CONFIG, lambda file: file.write(json.dumps(config, indent=1).encode() + b"\n"))
-        except OSError as error:
-            raise PullbackError(f"out: cannot write to {folder} ({error.strerror}). Choose another folder.") from None
-        for leftover in folder.glob(".*.tmp"):
-            leftover.unlink(missing_ok=True)
-        return writer
-
-    def write(self, shard: Shard) -> Path:
-        """Add a shard; the same one a second time takes the place of the first."""
-        pa, parquet = load_arrow()
-        path = self.folder / f"targets-{shard.number:05d}.parquet"
-        table = to_arrow(pa, shard, self.config)
-        # floats hardly repeat: a dictionary of them would make the file half as large again
-        options = {"compression": "zstd", "use_dictionary": False}
-        _write(path, lambda file: parquet.write_table(table, file, **options), self._still_ours)
-        return path
-
-    def _still_ours(self) -> None:
-        if (self.folder / RUN).read_text() != self.mark:
-            raise StaleRun(f"out: another run has taken over {self.folder}; this one stops, and its shards are kept.")
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,15 +69,16 @@ class TargetStore:
 
     @property
     def next_number(self) -> int:
+        """The number of the next shard to be written."""
         return 1 + max((int(path.stem.rpartition("-")[2]) for path in self.shards), default=-1)
 
     def __len__(self) -> int:
-        """Rows."""
+        """The number of rows."""
         _, parquet = load_arrow()
         return sum(parquet.read_metadata(path).num_rows for path in self.shards)
 
     def __iter__(self) -> Iterator[TargetTable]:
-        """One shard after the other; empty ones are left out."""
+        """Iterate over the tables of the shards; empty ones are left out."""
         return (table for path in self.shards if len(table := self._read(path)))
 
     def read(self, *, modes: bool = True) -> TargetTable:
@@ -142,18 +95,18 @@ class TargetStore:
 
     @property
     def seconds(self) -> float:
-        """Spent on computing, over all shards and workers."""
+        """Seconds spent on computing, over all shards and workers."""
         return sum(info["seconds"] for info in self._infos)
 
     @property
     def products(self) -> ProductCount:
-        """Per row, of the shard that took most."""
+        """Products per row, of the shard that took most."""
         counts = [ProductCount(**info["products"]) for info in self._infos]
         return max(counts, key=lambda count: count.total, default=ProductCount())
 
     @property
     def method(self) -> str | None:
-        """What was used: "auto" chooses from sizes alone, so it is the same for all shards."""
+        """The method that was used: "auto" chooses from sizes alone, so it is the same for all shards."""
         return next((info["method"] for info in self._infos if info["method"]), None)
 
     def rows_done(self) -> set[tuple[str, int]]:
@@ -174,19 +127,6 @@ class TargetStore:
             )
         return open_source(self.config["source"])
 
-    @cached_property
-    def origin(self) -> Origin:
-        """What a network that learns from these targets is made for."""
-        config, layer = self.config, self.config["layer"]
-        return Origin(
-            family=config["family"],
-            weights=config["weights"],
-            layer=layer if isinstance(layer, int) else None,
-            decoder=config["decoder"],
-            rank=config["rank"],
-            resolutions=(tuple(config["size"]),),
-        )
-
     @property
     def _infos(self) -> list[dict[str, Any]]:
         _, parquet = load_arrow()
@@ -199,142 +139,58 @@ class TargetStore:
         return from_arrow(parquet.read_table(path, columns=wanted), self.config)
 
 
+class StaleRun(PullbackError):
+    """Another run has taken this store over."""
+
+
+@dataclass(frozen=True)
+class StoreWriter:
+    """The right to add shards to a store, until another run claims it. Small, and may travel to other processes."""
+
+    folder: Path
+    config: dict[str, Any]
+    mark: str
+
+    @classmethod
+    def claim(cls, folder: Path, config: dict[str, Any]) -> StoreWriter:
+        """Make the store, or take over one of the same configuration; leftovers of a killed run are removed."""
+        load_arrow()
+        make_folder(folder)
+        if (folder / CONFIG).is_file():
+            check_settings(_read_config(folder), config, folder, holds="targets", ignore=NOT_COMPARED)
+        elif any(_SHARD.fullmatch(path.name) for path in folder.iterdir()):
+            raise PullbackError(f"out: {folder} holds shards but no {CONFIG}. Choose another folder.")
+        writer = cls(folder.absolute(), config, uuid.uuid4().hex)
+        write_atomic(folder / RUN, lambda file: file.write(writer.mark.encode()), durable=True)
+        if not (folder / CONFIG).is_file():
+            write_json(folder / CONFIG, config, durable=True)
+        remove_unfinished(folder)
+        return writer
+
+    def write(self, shard: Shard) -> Path:
+        """Add a shard; the same one a second time takes the place of the first."""
+        pa, parquet = load_arrow()
+        path = self.folder / f"targets-{shard.number:05d}.parquet"
+        table = to_arrow(pa, shard, self.config)
+        # floats hardly repeat: a dictionary of them would make the file half as large again
+        options = {"compression": "zstd", "use_dictionary": False}
+        write_atomic(
+            path, lambda file: parquet.write_table(table, file, **options), durable=True, check=self._still_ours
+        )
+        return path
+
+    def _still_ours(self) -> None:
+        if (self.folder / RUN).read_text() != self.mark:
+            raise StaleRun(f"out: another run has taken over {self.folder}; this one stops, and its shards are kept.")
+
+
 def _read_config(folder: Path) -> dict[str, Any]:
-    try:
-        config: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise PullbackError(f"folder: {folder / CONFIG} cannot be read: {error}") from None
+    config = read_json(folder / CONFIG)
     if config.get("format") != FORMAT:
         raise PullbackError(
             f"folder: {folder} has format {config.get('format')!r}, this version reads {FORMAT}. Compute it anew."
         )
     return config
-
-
-def _write(path: Path, fill: Callable[[IO[bytes]], object], check: Callable[[], None] = lambda: None) -> None:
-    """Into a temporary file beside ``path``, to the disk, then renamed over it; ``check`` has the last word."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            fill(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        check()
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-    _sync_folder(path.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    """The renaming itself must survive a power cut, too."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-_FLOATS = ("singular_values", "importance", "block_energy", "block_energy_se")
-_DOUBLES = ("kappa", "kappa_se", "total", "total_se")
-
-
-def load_arrow() -> tuple[Any, Any]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise PullbackError(
-            "out: target stores are Parquet files, for which pyarrow is needed: pip install 'pullback[targets]'. "
-            "`pb.compute_table` keeps targets in memory without it."
-        ) from None
-    return pyarrow, pyarrow.parquet
-
-
-def to_arrow(pa: Any, shard: Shard, config: dict[str, Any]) -> Any:
-    """The rows of a shard; configuration and skipped images go into the metadata, so one file holds all or nothing."""
-    info = {
-        "skipped": [[item.key, item.reason] for item in shard.skipped],
-        "seconds": shard.seconds,
-        "method": shard.method,
-        "products": {"jvp": shard.products.jvp, "vjp": shard.products.vjp},
-    }
-    metadata = {b"pullback.config": json.dumps(config).encode(), b"pullback.shard": json.dumps(info).encode()}
-    schema = _schema(pa, config).with_metadata(metadata)
-    table = shard.table
-    if table is None:
-        return schema.empty_table()
-    columns = {
-        "key": list(table.keys),
-        "image_sha256": list(table.image_sha256),
-        "crop": list(table.crop_index),
-        "box": [None if crop is None else list(crop.box) for crop in table.crops],
-        "flip": [crop is not None and crop.flip for crop in table.crops],
-        **{name: _fixed_lists(pa, getattr(table, name)) for name in _FLOATS},
-        **{name: getattr(table, name).numpy() for name in _DOUBLES},
-    }
-    if table.modes is not None:
-        columns["modes"] = [row.numpy().tobytes() for row in table.modes]
-    return pa.table(columns, schema=schema)
-
-
-def _schema(pa: Any, config: dict[str, Any]) -> Any:
-    """From the configuration alone: a shard without a readable image has the same columns."""
-    lengths = _lengths(config)
-    fields = [
-        ("key", pa.string()),
-        ("image_sha256", pa.string()),
-        ("crop", pa.int32()),
-        ("box", pa.list_(pa.int32())),  # four or null: some versions of Arrow cannot read null lists of fixed size
-        ("flip", pa.bool_()),
-        *((name, pa.list_(pa.float32(), lengths[name])) for name in _FLOATS),
-        *((name, pa.float64()) for name in _DOUBLES),
-    ]
-    if config["keep_modes"]:
-        fields.append(("modes", pa.binary(2 * config["rank"] * config["tokens"] * config["dim"])))  # float16 [r, N, D]
-    return pa.schema(fields)
-
-
-def _lengths(config: dict[str, Any]) -> dict[str, int]:
-    return dict.fromkeys(_FLOATS, config["tokens"]) | {"singular_values": config["rank"]}
-
-
-def _fixed_lists(pa: Any, values: Tensor) -> Any:
-    flat = pa.array(values.contiguous().numpy().reshape(-1), pa.float32())
-    return pa.FixedSizeListArray.from_arrays(flat, values.shape[1])
-
-
-def from_arrow(table: Any, config: dict[str, Any]) -> TargetTable:
-    columns = {name: table[name].combine_chunks() for name in table.column_names}
-    rows, lengths = table.num_rows, _lengths(config)
-
-    def floats(name: str) -> Tensor:
-        flat = columns[name].flatten().to_numpy(zero_copy_only=False)
-        return torch.from_numpy(flat.copy()).view(rows, lengths[name])
-
-    boxes, flips = columns["box"].to_pylist(), columns["flip"].to_pylist()
-    modes = None
-    if "modes" in columns:
-        packed = b"".join(columns["modes"].to_pylist())
-        shape = (rows, config["rank"], config["tokens"], config["dim"])
-        modes = torch.from_numpy(np.frombuffer(packed, np.float16).reshape(shape).copy())
-    return TargetTable(
-        keys=tuple(columns["key"].to_pylist()),
-        image_sha256=tuple(columns["image_sha256"].to_pylist()),
-        crop_index=tuple(columns["crop"].to_pylist()),
-        crops=tuple(None if box is None else Crop(tuple(box), flip) for box, flip in zip(boxes, flips, strict=True)),
-        **{name: floats(name) for name in _FLOATS},
-        **{name: torch.from_numpy(columns[name].to_numpy(zero_copy_only=False).copy()) for name in _DOUBLES},
-        modes=modes,
-    )
-
-
-FORMAT = 1
-
-NOT_COMPARED = ("model", "pullback")
-"""The weights' hash says which model it is, whatever its folder is called; another version may finish a store."""
 
 
 def configuration(
@@ -372,18 +228,6 @@ def configuration(
     }
 
 
-def check_same(stored: Mapping[str, Any], asked: Mapping[str, Any], where: object) -> None:
-    """Refuse to add rows of one configuration to a store of another, naming every difference."""
-    names = [name for name in {**stored, **asked} if name not in NOT_COMPARED]
-    different = [name for name in names if stored.get(name) != asked.get(name)]
-    if different:
-        listing = "; ".join(f"{name}: {stored.get(name)!r} there, {asked.get(name)!r} asked for" for name in different)
-        raise PullbackError(
-            f"out: {where} holds targets of another configuration ({listing}). Ask for the same to resume it, or "
-            "choose another folder."
-        )
-
-
 def _probe_choices(probe: ProbeMap) -> dict[str, Any]:
     if probe.at == INPUTS:
         metric = {} if probe.output_metric is None else {"output_metric": _name(probe.output_metric)}
@@ -392,9 +236,105 @@ def _probe_choices(probe: ProbeMap) -> dict[str, Any]:
 
 
 def _name(part: object) -> str | None:
-    """Of a task distance or an output metric: a function's name; a fixed matrix by its hash."""
+    """The name of a task distance or an output metric: that of a function, or the hash of a fixed matrix."""
     if part is None or isinstance(part, str):
         return part
     if isinstance(part, torch.Tensor):
         return hashlib.sha256(part.detach().cpu().double().numpy().tobytes()).hexdigest()
     return getattr(part, "__name__", type(part).__name__)
+
+
+_FLOATS = ("singular_values", "importance", "block_energy", "block_energy_se")
+_DOUBLES = ("kappa", "kappa_se", "total", "total_se")
+
+
+def load_arrow() -> tuple[Any, Any]:
+    """The modules pyarrow and pyarrow.parquet, or an error that says how to install them."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise PullbackError(
+            "out: target stores are Parquet files, for which pyarrow is needed: pip install 'pullback[targets]'. "
+            "`pb.compute_table` keeps targets in memory without it."
+        ) from None
+    return pyarrow, pyarrow.parquet
+
+
+def to_arrow(pa: Any, shard: Shard, config: dict[str, Any]) -> Any:
+    """The Arrow table of a shard; configuration and skipped images go into its metadata, so that one file holds all."""
+    info = {
+        "skipped": [[item.key, item.reason] for item in shard.skipped],
+        "seconds": shard.seconds,
+        "method": shard.method,
+        "products": {"jvp": shard.products.jvp, "vjp": shard.products.vjp},
+    }
+    metadata = {b"pullback.config": json.dumps(config).encode(), b"pullback.shard": json.dumps(info).encode()}
+    schema = _schema(pa, config).with_metadata(metadata)
+    table = shard.table
+    if table is None:
+        return schema.empty_table()
+    columns = {
+        "key": list(table.keys),
+        "image_sha256": list(table.image_sha256),
+        "crop": list(table.crop_index),
+        "box": [None if crop is None else list(crop.box) for crop in table.crops],
+        "flip": [crop is not None and crop.flip for crop in table.crops],
+        **{name: _fixed_lists(pa, getattr(table, name)) for name in _FLOATS},
+        **{name: getattr(table, name).numpy() for name in _DOUBLES},
+    }
+    if table.modes is not None:
+        columns["modes"] = [row.numpy().tobytes() for row in table.modes]
+    return pa.table(columns, schema=schema)
+
+
+def _schema(pa: Any, config: dict[str, Any]) -> Any:
+    """The columns, from the configuration alone: a shard without a readable image has the same ones."""
+    lengths = _lengths(config)
+    fields = [
+        ("key", pa.string()),
+        ("image_sha256", pa.string()),
+        ("crop", pa.int32()),
+        ("box", pa.list_(pa.int32())),  # four or null: some versions of Arrow cannot read null lists of fixed size
+        ("flip", pa.bool_()),
+        *((name, pa.list_(pa.float32(), lengths[name])) for name in _FLOATS),
+        *((name, pa.float64()) for name in _DOUBLES),
+    ]
+    if config["keep_modes"]:
+        fields.append(("modes", pa.binary(2 * config["rank"] * config["tokens"] * config["dim"])))  # float16 [r, N, D]
+    return pa.schema(fields)
+
+
+def _lengths(config: dict[str, Any]) -> dict[str, int]:
+    return dict.fromkeys(_FLOATS, config["tokens"]) | {"singular_values": config["rank"]}
+
+
+def _fixed_lists(pa: Any, values: Tensor) -> Any:
+    flat = pa.array(values.contiguous().numpy().reshape(-1), pa.float32())
+    return pa.FixedSizeListArray.from_arrays(flat, values.shape[1])
+
+
+def from_arrow(table: Any, config: dict[str, Any]) -> TargetTable:
+    """The rows of a shard's Arrow table as tensors."""
+    columns = {name: table[name].combine_chunks() for name in table.column_names}
+    rows, lengths = table.num_rows, _lengths(config)
+
+    def floats(name: str) -> Tensor:
+        flat = columns[name].flatten().to_numpy(zero_copy_only=False)
+        return torch.from_numpy(flat.copy()).view(rows, lengths[name])
+
+    boxes, flips = columns["box"].to_pylist(), columns["flip"].to_pylist()
+    modes = None
+    if "modes" in columns:
+        packed = b"".join(columns["modes"].to_pylist())
+        shape = (rows, config["rank"], config["tokens"], config["dim"])
+        modes = torch.from_numpy(np.frombuffer(packed, np.float16).reshape(shape).copy())
+    return TargetTable(
+        keys=tuple(columns["key"].to_pylist()),
+        image_sha256=tuple(columns["image_sha256"].to_pylist()),
+        crop_index=tuple(columns["crop"].to_pylist()),
+        crops=tuple(None if box is None else Crop(tuple(box), flip) for box, flip in zip(boxes, flips, strict=True)),
+        **{name: floats(name) for name in _FLOATS},
+        **{name: torch.from_numpy(columns[name].to_numpy(zero_copy_only=False).copy()) for name in _DOUBLES},
+        modes=modes,
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pullback.data.crops import Crop
 from pullback.errors import PullbackError
+from pullback.operators import ProductCount
 from pullback.targets.recipe import Targets
 
 
@@ -41,7 +42,7 @@ class TargetTable:
         crop_index: Sequence[int],
         crops: Sequence[Crop | None],
     ) -> TargetTable:
-        """The targets of some images, moved to the CPU and rounded to what a store keeps."""
+        """Make a table of the targets of some images, moved to the CPU and rounded to what a store keeps."""
         energy = targets.block_energy
         return cls(
             tuple(keys),
@@ -105,3 +106,26 @@ class TargetTable:
             return torch.cat(parts) if isinstance(parts[0], Tensor) else tuple(cell for part in parts for cell in part)
 
         return cls(**{field.name: joined(field.name) for field in fields(cls)})
+
+
+@dataclass(frozen=True)
+class SkippedItem:
+    """An image that could not be used, and why."""
+
+    key: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The rows that are computed and written together. No ``table`` when none of the images could be read."""
+
+    number: int
+    table: TargetTable | None
+    skipped: tuple[SkippedItem, ...]
+    seconds: float
+    products: ProductCount = field(default_factory=ProductCount)  # per row
+    method: str | None = None
+
+    def __len__(self) -> int:
+        return 0 if self.table is None else len(self.table)
