@@ -3,7 +3,7 @@
 import pytest
 from scipy.stats import t
 
-from pullback.randnla.student import student_quantile
+from pullback.randnla.estimate import student_quantile
 
 
 @pytest.mark.parametrize("freedom", [1, 2, 3, 4, 5, 7, 10, 15, 31, 100, 1000])

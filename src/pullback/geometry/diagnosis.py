@@ -1,15 +1,9 @@
-"""The four regimes of section 4.3, with their thresholds and advice as data.
+"""The tractability diagnostic (Algorithm 1): does a low-rank task metric exist here, and which tokens carry it?
 
-How unevenly task-sensitive directions spread over tokens, and what a random direction would show.
-
-Numbers of several samples, each with its own error, as one number with its error.
-
-How fast power iteration finds the task subspace: the paper's convergence table (after Theorem 3).
-
-The paper prints errors of 0.2 to 0.8 at "q = 0". A random subspace of dimension r in R^{N D} has error near 1, so its q
-counts the rounds after a first product with J^T J. Both counts are given.
-
-The tractability diagnostic (Algorithm 1): does a low-rank task metric exist here, and which tokens carry it?
+`diagnose` sketches J at every image, summarises captured energy, effective ranks and concentration over tokens with
+their errors, and names one of the four regimes of section 4.3. In this order: the regimes, the diagnosis, how unevenly
+directions spread over tokens (CV) beside what a random direction would show, the convergence of power iteration, and
+means of numbers that have errors of their own.
 """
 
 from __future__ import annotations
@@ -27,9 +21,11 @@ from pullback.errors import ImageError, RankError
 from pullback.geometry.spectrum import Probe, Sketched, as_token_maps, output_size, sketch_in_batches
 from pullback.operators import JacobianOperator, LinearOperator, LowRankMetric, ProductCount
 from pullback.randnla import Estimate, Sketch, Streams, block_krylov, effective_rank_from_spectrum
+from pullback.randnla.estimate import student_quantile
 from pullback.randnla.orthonormal import qr_basis
-from pullback.randnla.student import student_quantile
 from pullback.tokens import TokenLayout
+
+# The regimes, with their thresholds and advice as data
 
 
 @dataclass(frozen=True)
@@ -104,131 +100,7 @@ def looks_random(cv: float, null: float, thresholds: Thresholds = THRESHOLDS) ->
     return cv <= thresholds.null_factor * null
 
 
-def coefficient_of_variation(modes: Tensor, tokens: Tensor | None = None) -> Tensor:
-    """CV = mean_j std_t |v_j^(t)| / mean_t |v_j^(t)| (`eq:cv`), std with n-1: modes [B, r, N, D] -> [B].
-
-    ``tokens`` [N] bool restricts t, for instance to the patch tokens. Modes that are zero there (of vanishing singular
-    values) are left out of the mean; a single token has CV 0.
-    """
-    each, alive = _cv_of_each(modes, tokens)
-    return each.sum(-1) / alive.sum(-1).clamp_min(1)
-
-
-def change_of_cv(modes: Tensor, earlier: Tensor, tokens: Tensor | None = None) -> Tensor:
-    """How much the CV of ``modes`` [B, r, N, D] may still be off, judged by what led to them from ``earlier``: [B].
-
-    sqrt(sum_j d_j^2) / r with the changes d_j of each mode's CV, which have no common sign. (The change of their mean
-    alone can vanish by chance: the truth then lies outside of twice of it in up to one of four cases.)
-    """
-    each, alive = _cv_of_each(modes, tokens)
-    changes = each - _cv_of_each(earlier, tokens)[0]
-    return changes.norm(dim=-1) / alive.sum(-1).clamp_min(1)
-
-
-def _cv_of_each(modes: Tensor, tokens: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The CV of each mode, 0 where the mode is zero, and whether it is not: [B, r] both."""
-    norms = modes.norm(dim=-1).double()
-    if tokens is not None:
-        norms = norms[..., tokens.to(norms.device)]
-    mean = norms.mean(-1)
-    alive = mean > 0
-    if norms.shape[-1] < 2:
-        return torch.zeros_like(mean), alive
-    return norms.std(-1) / torch.where(alive, mean, 1.0), alive
-
-
-def null_cv(dim: int) -> float:
-    """The CV of a direction drawn at random: token norms are then chi-distributed with D degrees of freedom.
-
-    About 1/sqrt(2 D): 0.036 at D = 384, 0.026 at D = 768. A measured CV at this value says that the vectors look like
-    noise, most likely because they have not converged.
-    """
-    mean = math.sqrt(2) * math.exp(math.lgamma((dim + 1) / 2) - math.lgamma(dim / 2))
-    return math.sqrt(dim - mean**2) / mean
-
-
-@dataclass(frozen=True)
-class Summary:
-    """``std`` is between samples (n-1), ``se`` of their mean: from that spread, which contains the estimation error, or
-    for a single sample its own error. ``estimation_se`` is the part that more products, or a higher precision, would
-    remove; NaN if the estimates carry no error of their own."""
-
-    mean: float
-    std: float
-    se: float
-    estimation_se: float
-    count: int
-
-    @property
-    def interval(self) -> tuple[float, float]:
-        """95 % for the mean over such samples."""
-        half = self.se * (2.0 if self.count == 1 else student_quantile(0.975, self.count - 1))
-        return self.mean - half, self.mean + half
-
-    def __str__(self) -> str:
-        return f"{self.mean:.3g} ± {self.se:.2g}"
-
-
-def summarize(pairs: Sequence[tuple[float, float]]) -> Summary:
-    """(value, standard error) per sample -> their mean."""
-    count = len(pairs)
-    mean = sum(value for value, _ in pairs) / count
-    own = math.sqrt(sum(se**2 for _, se in pairs)) / count
-    if count == 1:
-        return Summary(mean, 0.0, own, own, 1)
-    std = math.sqrt(sum((value - mean) ** 2 for value, _ in pairs) / (count - 1))
-    spread = std / math.sqrt(count)
-    return Summary(mean, std, spread if math.isnan(own) else max(spread, own), own, count)
-
-
-@dataclass(frozen=True)
-class ConvergenceRow:
-    """After ``rounds`` products with J^T J in all; ``paper_q`` = rounds - 1 (None before the first)."""
-
-    rounds: int
-    paper_q: int | None
-    alignment_error: Tensor  # [B], 1 - |V_hat^T V|_F^2 / r
-    gradient_signal_ratio: Tensor  # [B], |J v_1|^2 N D / |J|_F^2: 1 for a random direction (Corollary `cor:gsr`)
-
-
-def convergence_table(
-    op: LinearOperator,
-    reference: Tensor,
-    total: Tensor,
-    *,
-    paper_q: tuple[int, ...] = (0, 2, 5),
-    streams: Streams,
-) -> tuple[ConvergenceRow, ...]:
-    """Power iteration from a Gaussian start against reference modes [B, n, r]; total [B] is |J|_F^2.
-
-    Costs (max q + 1) r pairs and one JVP per sample.
-    """
-    wanted = {0, *(q + 1 for q in paper_q)}
-    columns = qr_basis(streams.gaussian(op.cols, reference.shape[-1], op.dtype))
-    rows = []
-    for rounds in range(max(wanted) + 1):
-        last = rounds == max(wanted)
-        image = op @ (columns[..., :1] if last else columns)
-        if rounds in wanted:
-            overlap = (columns.mT @ reference).square().sum((1, 2)) / reference.shape[-1]
-            signal = image[..., 0].double().square().sum(1) * op.cols / total
-            rows.append(ConvergenceRow(rounds, rounds - 1 if rounds else None, 1 - overlap.double(), signal))
-        if not last:
-            columns = qr_basis(op.T @ image)
-    return tuple(rows)
-
-
-def join_tables(tables: Sequence[tuple[ConvergenceRow, ...]]) -> tuple[ConvergenceRow, ...]:
-    """The tables of several batches as one."""
-    return tuple(
-        ConvergenceRow(
-            rows[0].rounds,
-            rows[0].paper_q,
-            torch.cat([row.alignment_error for row in rows]),
-            torch.cat([row.gradient_signal_ratio for row in rows]),
-        )
-        for rows in zip(*tables, strict=True)
-    )
+# The diagnosis
 
 
 @dataclass(frozen=True)
@@ -510,3 +382,141 @@ def _rank_for(captured: Tensor, share: float) -> tuple[int, bool]:
     """The first rank at which the captured energy reaches the share, or one past the ranks that are known."""
     reached = (captured >= share - 1e-12).nonzero().flatten()
     return (int(reached[0]) + 1, False) if len(reached) else (len(captured) + 1, True)
+
+
+# Concentration over tokens
+
+
+def coefficient_of_variation(modes: Tensor, tokens: Tensor | None = None) -> Tensor:
+    """CV = mean_j std_t |v_j^(t)| / mean_t |v_j^(t)| (`eq:cv`), std with n-1: modes [B, r, N, D] -> [B].
+
+    ``tokens`` [N] bool restricts t, for instance to the patch tokens. Modes that are zero there (of vanishing singular
+    values) are left out of the mean; a single token has CV 0.
+    """
+    each, alive = _cv_of_each(modes, tokens)
+    return each.sum(-1) / alive.sum(-1).clamp_min(1)
+
+
+def change_of_cv(modes: Tensor, earlier: Tensor, tokens: Tensor | None = None) -> Tensor:
+    """How much the CV of ``modes`` [B, r, N, D] may still be off, judged by what led to them from ``earlier``: [B].
+
+    sqrt(sum_j d_j^2) / r with the changes d_j of each mode's CV, which have no common sign. (The change of their mean
+    alone can vanish by chance: the truth then lies outside of twice of it in up to one of four cases.)
+    """
+    each, alive = _cv_of_each(modes, tokens)
+    changes = each - _cv_of_each(earlier, tokens)[0]
+    return changes.norm(dim=-1) / alive.sum(-1).clamp_min(1)
+
+
+def _cv_of_each(modes: Tensor, tokens: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The CV of each mode, 0 where the mode is zero, and whether it is not: [B, r] both."""
+    norms = modes.norm(dim=-1).double()
+    if tokens is not None:
+        norms = norms[..., tokens.to(norms.device)]
+    mean = norms.mean(-1)
+    alive = mean > 0
+    if norms.shape[-1] < 2:
+        return torch.zeros_like(mean), alive
+    return norms.std(-1) / torch.where(alive, mean, 1.0), alive
+
+
+def null_cv(dim: int) -> float:
+    """The CV of a direction drawn at random: token norms are then chi-distributed with D degrees of freedom.
+
+    About 1/sqrt(2 D): 0.036 at D = 384, 0.026 at D = 768. A measured CV at this value says that the vectors look like
+    noise, most likely because they have not converged.
+    """
+    mean = math.sqrt(2) * math.exp(math.lgamma((dim + 1) / 2) - math.lgamma(dim / 2))
+    return math.sqrt(dim - mean**2) / mean
+
+
+# Convergence of power iteration: the paper's table after Theorem 3. It prints errors of 0.2 to 0.8 at "q = 0", where a
+# random subspace has an error near 1, so its q counts the rounds after a first product with J^T J. Here both counts are
+# given.
+
+
+@dataclass(frozen=True)
+class ConvergenceRow:
+    """After ``rounds`` products with J^T J in all; ``paper_q`` = rounds - 1 (None before the first)."""
+
+    rounds: int
+    paper_q: int | None
+    alignment_error: Tensor  # [B], 1 - |V_hat^T V|_F^2 / r
+    gradient_signal_ratio: Tensor  # [B], |J v_1|^2 N D / |J|_F^2: 1 for a random direction (Corollary `cor:gsr`)
+
+
+def convergence_table(
+    op: LinearOperator,
+    reference: Tensor,
+    total: Tensor,
+    *,
+    paper_q: tuple[int, ...] = (0, 2, 5),
+    streams: Streams,
+) -> tuple[ConvergenceRow, ...]:
+    """Power iteration from a Gaussian start against reference modes [B, n, r]; total [B] is |J|_F^2.
+
+    Costs (max q + 1) r pairs and one JVP per sample.
+    """
+    wanted = {0, *(q + 1 for q in paper_q)}
+    columns = qr_basis(streams.gaussian(op.cols, reference.shape[-1], op.dtype))
+    rows = []
+    for rounds in range(max(wanted) + 1):
+        last = rounds == max(wanted)
+        image = op @ (columns[..., :1] if last else columns)
+        if rounds in wanted:
+            overlap = (columns.mT @ reference).square().sum((1, 2)) / reference.shape[-1]
+            signal = image[..., 0].double().square().sum(1) * op.cols / total
+            rows.append(ConvergenceRow(rounds, rounds - 1 if rounds else None, 1 - overlap.double(), signal))
+        if not last:
+            columns = qr_basis(op.T @ image)
+    return tuple(rows)
+
+
+def join_tables(tables: Sequence[tuple[ConvergenceRow, ...]]) -> tuple[ConvergenceRow, ...]:
+    """The tables of several batches as one."""
+    return tuple(
+        ConvergenceRow(
+            rows[0].rounds,
+            rows[0].paper_q,
+            torch.cat([row.alignment_error for row in rows]),
+            torch.cat([row.gradient_signal_ratio for row in rows]),
+        )
+        for rows in zip(*tables, strict=True)
+    )
+
+
+# Means of numbers that have errors of their own
+
+
+@dataclass(frozen=True)
+class Summary:
+    """``std`` is between samples (n-1), ``se`` of their mean: from that spread, which contains the estimation error, or
+    for a single sample its own error. ``estimation_se`` is the part that more products, or a higher precision, would
+    remove; NaN if the estimates carry no error of their own."""
+
+    mean: float
+    std: float
+    se: float
+    estimation_se: float
+    count: int
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """95 % for the mean over such samples."""
+        half = self.se * (2.0 if self.count == 1 else student_quantile(0.975, self.count - 1))
+        return self.mean - half, self.mean + half
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3g} ± {self.se:.2g}"
+
+
+def summarize(pairs: Sequence[tuple[float, float]]) -> Summary:
+    """(value, standard error) per sample -> their mean."""
+    count = len(pairs)
+    mean = sum(value for value, _ in pairs) / count
+    own = math.sqrt(sum(se**2 for _, se in pairs)) / count
+    if count == 1:
+        return Summary(mean, 0.0, own, own, 1)
+    std = math.sqrt(sum((value - mean) ** 2 for value, _ in pairs) / (count - 1))
+    spread = std / math.sqrt(count)
+    return Summary(mean, std, spread if math.isnan(own) else max(spread, own), own, count)

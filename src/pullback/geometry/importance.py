@@ -1,15 +1,15 @@
-"""Block norms |J_:,t|_F: how much a token can move the output, over all directions of the output.
+"""How much each token can move the output: block norms |J_:,t|_F over all output directions, and a quick imp*.
 
-Squared, they are unbiased and add up to |J|_F^2. For random signs u in output space the block of J^T u that belongs to
-token t has E |(J^T u)_t|^2 = |J_t|_F^2: VJPs only, and one probe serves every token. With output directions Q whose
-pullback is known (`OutputSpace`), that part is exact and only (I - Q Q^T) u is sampled.
+Squared, block norms are unbiased and add up to |J|_F^2. For random signs u in output space the block of J^T u that
+belongs to token t has E |(J^T u)_t|^2 = |J_t|_F^2: VJPs only, and one probe serves every token. With output directions
+Q whose pullback is known (`OutputSpace`), that part is exact and only (I - Q Q^T) u is sampled.
 
-Importance for training, where thousands of targets a minute matter more than their fourth digit.
+`quick_importance` is imp* for training, where thousands of targets a minute matter more than their fourth digit:
 
     Y <- orth(J J^T Y) ``rounds`` times, Y [m, w] random;   W = J^T Y,   W^T W = Z diag(theta) Z^T
     imp_t^2 = sum_{j <= r} |(W Z)_t,j|^2
 
-Orthogonal iteration in output space with w > r columns: a fixed number of products and no test of convergence.
+This is orthogonal iteration in output space with w > r columns: a fixed number of products, no test of convergence.
 """
 
 from __future__ import annotations

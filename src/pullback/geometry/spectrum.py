@@ -1,7 +1,4 @@
-"""The leading singular values and modes of the Jacobian of a probe map, per sample.
-
-Samples through a computation, as many at a time as memory holds.
-"""
+"""The leading singular values and modes of a probe map's Jacobian, for as many samples at a time as memory holds."""
 
 from __future__ import annotations
 

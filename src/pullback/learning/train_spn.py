@@ -35,7 +35,7 @@ from pullback.learning.train_head import (
 from pullback.operators import JacobianOperator, LinearOperator, LowRankMetric, check_sensitive
 from pullback.probes import ProbeMap
 from pullback.randnla import Streams, Svd, block_krylov, power_iteration
-from pullback.randnla.student import student_quantile
+from pullback.randnla.estimate import student_quantile
 from pullback.randnla.svd import exact_svd
 from pullback.randnla.trace import draw_probes, energy, tail_energies
 from pullback.runs.progress import Progress, Silent

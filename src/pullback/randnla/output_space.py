@@ -4,9 +4,9 @@ Projecting the output, unlike projecting the input, leaves the columns of J apar
 
     |J_t|_F^2 = |Q^T J_t|_F^2 + |(I - Q Q^T) J_t|_F^2
 
-so the known part of every block is exact, whatever Q is, and only the rest has to be sampled.
-
-Block Krylov with all of its algebra in output space: where outputs are short, long vectors are only multiplied.
+so the known part of every block is exact, whatever Q is, and only the rest has to be sampled. Such a Q comes from a
+Krylov space (`krylov_outputs`), from any outputs (`pulled_outputs`), or from `output_krylov`: block Krylov with all of
+its algebra in output space, where outputs are short and long vectors are only multiplied.
 
     U_1 = orth(Omega), Omega [m, b] Gaussian;   W_i = J^T U_i,   Z_i = J W_i,   U_{i+1} = orth(Z_i against U_1 ... U_i)
 

@@ -3,9 +3,8 @@
     H = -sum p_j log p_j = log T - E / T,   p_j = lambda_j / T,   T = tr A,   E = tr A log A
 
 with A = J J^T if m <= n, else J^T J: both have the same nonzero eigenvalues, and on the smaller side the zeros that
-every probe would have to average away are not there (Ubaru, Chen & Saad 2017; the paper's Section "SLQ").
-
-Lanczos tridiagonalisation of a symmetric operator, many starts at once.
+every probe would have to average away are not there (Ubaru, Chen & Saad 2017; the paper's Section "SLQ"). At the end of
+the file: Lanczos tridiagonalisation of a symmetric operator from many starts at once, and its Gauss quadrature.
 """
 
 from __future__ import annotations
