@@ -25,7 +25,7 @@ GRID = (2, 3)
 def measured(decoder: str, stage: int = 1, name: str = "depth-v2") -> Measured:
     """In float64 throughout: `Measured.load` runs in float32, which would blur what is compared here."""
     runner = load_probe(model_of(name), decoder, stage)
-    return Measured(runner, replace(runner, layer=runner.backbone.depth - 1))
+    return Measured(runner, replace(runner, at=runner.backbone.depth - 1))
 
 
 def rows_for(decoder: str, ratios: tuple[float, ...] = (0.5,), name: str = "depth-v2") -> list[dict]:

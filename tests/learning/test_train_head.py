@@ -218,7 +218,7 @@ def test_no_store_is_an_error(probe):
 
 def test_a_store_of_another_layer_is_refused(probe, stores):
     with pytest.raises(ModelError, match=r"probe: .*train holds targets of another one \(layer: 1 there, 0 here\)"):
-        ImportanceHead.fit(stores["train"], replace(probe, layer=0))
+        ImportanceHead.fit(stores["train"], replace(probe, at=0))
 
 
 def test_a_store_of_other_weights_or_another_decoder_is_refused(probe, stores):

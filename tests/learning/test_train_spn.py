@@ -178,7 +178,7 @@ def test_a_checkpoint_of_another_run_is_refused(photos, others, tmp_path, change
     layer = changes.get("layer", 1)
     options = {name: value for name, value in changes.items() if name != "layer"}
     with pytest.raises(PullbackError, match=rf"out: .*checkpoint.pt was made with another .*\({named} differ\)"):
-        trained(photos, others, replace(small_probe(), layer=layer), out=tmp_path, **options)
+        trained(photos, others, replace(small_probe(), at=layer), out=tmp_path, **options)
 
 
 @pytest.mark.parametrize("sizes", [{"heads": 3}, {"heads": 0}, {"width": 0}])

@@ -29,7 +29,7 @@ from pullback.learning.fit import FitConfig, Fitted, Losses, Network, Share, fit
 from pullback.learning.head import HeadConfig, ImportanceHead
 from pullback.learning.losses import conformal_loss
 from pullback.operators import LowRankMetric
-from pullback.probes import ProbeMap
+from pullback.probes import INPUTS, ProbeMap
 from pullback.runs.provenance import weights_hash
 from pullback.targets.origin import Origin
 from pullback.targets.shards import READERS
@@ -119,7 +119,7 @@ def check_stores(probe: AnyProbe, stores: Sequence[TargetStore]) -> None:
         "weights": weights_hash(probe.backbone.model),
         "layer": probe.layer,
         "decoder": probe.decoder.name,
-        "after_norm": getattr(probe, "after_norm", None),
+        "after_norm": probe.after_norm if probe.at == INPUTS else None,
     }
     for store in stores:
         different = [name for name, value in asked.items() if store.config.get(name) != value]
