@@ -3,8 +3,9 @@ PYTHON  ?= python3
 WORKERS ?= 2
 BIN     := .venv/bin
 STAMP   := .venv/.installed
+DOCS_STAMP := .venv/.docs
 
-.PHONY: venv demo test lint format bench wheel-check clean
+.PHONY: venv demo test test-portable lint format bench docs wheel-check clean
 .DEFAULT_GOAL := test
 
 venv: $(STAMP)
@@ -35,12 +36,41 @@ lint: venv
 test: lint
 	@OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/pytest -q -n $(WORKERS) --dist worksteal
 
+# The numerical tests as other CPUs would run them: torch and MKL are told which vector instructions to use, and once how
+# many threads. Each configuration is run, even after one that failed; those that this CPU has not are named and skipped.
+NUMERICAL := $(addprefix tests/,randnla operators geometry theory evaluation pruning probes)
+ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+test-portable: venv
+	@failed= workers=$(WORKERS); \
+	portable() { \
+	    echo "[portable] $$*"; \
+	    env "$$@" $(BIN)/pytest -q -n $$workers --dist worksteal $(NUMERICAL) || failed="$$failed\n[portable] failed: $$*"; \
+	}; \
+	portable $(ONE_THREAD) ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE; \
+	for width in avx2 avx512; do \
+	    if grep -qsw "$$width\|$${width}f" /proc/cpuinfo; \
+	    then portable $(ONE_THREAD) ATEN_CPU_CAPABILITY=$$width MKL_CBWR=$$(echo $$width | tr a-z A-Z); \
+	    else echo "[portable] skipped: $$width, which /proc/cpuinfo does not name"; fi; \
+	done; \
+	workers=$$((($(WORKERS) + 1) / 2)); portable OMP_NUM_THREADS=2 MKL_NUM_THREADS=2; \
+	test -z "$$failed" || { printf "$${failed#??}\n"; exit 1; }
+
 format: venv
 	@$(BIN)/ruff check --fix --quiet .
 	@$(BIN)/ruff format .
 
+# A short version of every benchmark that runs without weights and without a GPU, and the commands of all others.
 bench: venv
-	@for script in benchmarks/*.py; do echo "[bench] $$script"; $(BIN)/python "$$script" || exit 1; done
+	@$(BIN)/python benchmarks/quick.py
+
+# The documentation as a site in site/, with the reference generated from the code. A broken link is an error.
+docs: $(DOCS_STAMP)
+	@$(BIN)/mkdocs build --quiet --strict && echo "[docs] open site/index.html"
+
+$(DOCS_STAMP): $(STAMP)
+	@echo "[docs] installing mkdocs"
+	@$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@touch $@
 
 # The package as a user gets it: a wheel with its dependencies in an environment of its own, used without network.
 # It is built from a copy, since a build leaves files behind.
@@ -55,9 +85,9 @@ wheel-check: venv
 	    "$$folder/env/bin/pip" install -qq --disable-pip-version-check -c constraints.txt "$$folder"/*.whl && \
 	    if unshare -rn true 2>/dev/null; then offline="unshare -rn"; else offline="env HF_HUB_OFFLINE=1"; fi && \
 	    echo "[wheel] diagnosing the embedded model with: $$offline" && cd "$$folder/empty" && \
-	    $$offline "$$folder/env/bin/python" -I "$(CURDIR)/tests/offline_diagnosis.py"
+	    $$offline "$$folder/env/bin/python" -I "$(CURDIR)/tests/helpers/offline_diagnosis.py"
 
 # Keeps .venv, which is expensive to make; remove it by hand to start afresh.
 clean:
-	@rm -rf demo-out build dist .pytest_cache .mypy_cache .ruff_cache src/*.egg-info
-	@find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	@rm -rf demo-out build dist site .pytest_cache .mypy_cache .ruff_cache src/*.egg-info
+	@find src tests benchmarks tools -name __pycache__ -type d -prune -exec rm -rf {} +

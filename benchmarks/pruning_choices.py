@@ -19,8 +19,9 @@ from measure import machine, save
 from torch import Tensor
 
 import pullback as pb
+from pullback.evaluation import degradation
 from pullback.pruning import PrunePlan, preset
-from pullback.pruning.compare_subject import Subject, degradation, measure_of
+from pullback.pruning.rules import Subject
 from recipes.measurement import mean_with_error
 
 PRESET = "preset"
@@ -56,11 +57,12 @@ def main() -> None:
     subject = Subject(probe.backbone, probe.decoder, ())
     images = probe.load_images(options.images, 224, limit=options.limit).to(options.device)
     full = torch.cat([subject.full(part) for part in images.split(options.batch)])
-    measure = measure_of(options.decoder, full)
+    measure = degradation(full, full, depth=subject.depth).measure
 
     def values_of(plan: PrunePlan, head: pb.ImportanceHead) -> Tensor:
-        parts = [subject.pruned(part, plan, [head])[0] for part in images.split(options.batch)]
-        return torch.tensor([row["value"] for row in degradation(measure, torch.cat(parts), full)])
+        pruned = subject.pruned(plan, [head])
+        parts = [subject.output(pruned, part)[0] for part in images.split(options.batch)]
+        return degradation(torch.cat(parts), full, depth=subject.depth).value
 
     name = "pruning_choices" if options.decoder == "cls" else f"pruning_choices_{options.decoder}"
     variants = VARIANTS | DENSE if subject.dense else VARIANTS

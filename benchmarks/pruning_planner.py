@@ -18,7 +18,7 @@ from measure import machine, save
 from torch import nn
 
 import pullback as pb
-from pullback.pruning.budget import Calibration, Forecast, output_degradation, plan_pruning
+from pullback.pruning.budget import Calibration, Forecast, plan_pruning
 
 CHECKED = ("flops", "milliseconds", "share_of_time", "degradation")
 
@@ -69,9 +69,7 @@ def main() -> None:
         probe.load_images(folder, 224, limit=options.limit).to(device)
         for folder in (options.calibration, options.held_out)
     )
-    known, unseen = (
-        Calibration(model, images, options.batch, output_degradation) for images in (calibration, held_out)
-    )
+    known, unseen = (Calibration(model, images, options.batch) for images in (calibration, held_out))
     whole = known.whole_milliseconds()
     budgets = {
         "flops": options.flops,

@@ -21,9 +21,10 @@ from measure import machine, save
 from torch import Tensor
 
 import pullback as pb
+from pullback.evaluation import degradation
 from pullback.evaluation.cost import flops
 from pullback.pruning import PrunePlan, ScoreContext, preset
-from pullback.pruning.compare_subject import Subject, degradation, measure_of
+from pullback.pruning.rules import Subject
 
 SCHEDULES = ((4,), (4, 8), (1, 4, 7, 10))
 
@@ -81,10 +82,10 @@ def main() -> None:
         scores = {layer: Looked(value) for layer, value in exact.items()}
 
     def output(plan: PrunePlan, some: Tensor) -> Tensor:
-        return subject.pruned(some, plan, [scores[stage] for stage in plan.stages])[0]
+        return subject.output(subject.pruned(plan, [scores[stage] for stage in plan.stages]), some)[0]
 
     full = torch.cat([subject.full(part) for part in images.split(options.batch)])
-    measure = measure_of(options.decoder, full)
+    measure = degradation(full, full, depth=subject.depth).measure
     with torch.no_grad():
         whole = flops(lambda: probe.backbone.features(images[:1], [probe.backbone.depth - 1]))
     decoding = flops(lambda: output(preset("paper", 0.0, [4], dense=True), images[:1])) - whole
@@ -105,7 +106,7 @@ def main() -> None:
                         print(f"{name} {stages}: never as cheap as {ratio} after block 4", flush=True)
                         continue
                 plan = preset(name, own, stages, dense=True)
-                errors = torch.tensor([row["value"] for row in degradation(measure, output(plan, images), full)])
+                errors = degradation(output(plan, images), full, depth=subject.depth).value
                 row = {"preset": name, "stages": stages, "ratio": own, "operations": share(plan), "of": ratio}
                 row |= {measure: float(errors.mean()), "se": float(errors.std() / len(errors) ** 0.5)}
                 rows.append(row)

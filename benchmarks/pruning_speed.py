@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import pullback as pb
 from pullback.backbones.block import attend
-from pullback.pruning.forward import _after, _whole, decide
+from pullback.pruning.forward import after_stage, decide, whole_sequence
 from pullback.pruning.scores import ScoreContext
 
 # name -> (stages, share of the patches removed at each)
@@ -98,11 +98,11 @@ class Stage(nn.Module):
         self.pruned, self.layout = pruned, pruned.backbone.token_layout(images)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        plan, x = self.pruned.plan, _whole(tokens)
+        plan, x = self.pruned.plan, whole_sequence(tokens)
         context = ScoreContext(self.pruned.backbone, plan.stages[0], self.layout, x.positions, x.sizes, tokens)
         count = plan.counts(self.layout.patches)[0]
         matching, weights = decide(tokens, context, plan, self.pruned.scores[0], count, plan.gates[0])
-        return _after(x, matching, weights, plan).values
+        return after_stage(x, matching, weights, plan).values
 
 
 def attention_ms(model: nn.Module, batch: int, tokens: int, like: Tensor, rounds: int) -> dict[str, float]:

@@ -1,7 +1,8 @@
 """A checkpoint as several files, none of them large: `checkpoint-000500-1-of-4` and so on.
 
-Machines that are lent hand back files of a limited size. A part appears under its name only when it is whole, and older
-checkpoints go only after the newer one is complete, so whatever stops a run, the last whole checkpoint can be read.
+Some places store or transfer files of a limited size only. A part appears under its name only when it is whole, and
+older checkpoints go only after the newer one is complete, so whatever stops a run, the last whole checkpoint can be
+read.
 """
 
 from __future__ import annotations

@@ -38,8 +38,9 @@ def test_the_wheel_holds_the_models_their_cards_and_the_type_marker(wheel):
     files = ("config.json", "model.safetensors", "README.md")
     wanted = {f"{WEIGHTS}/{model}/{file}" for model in EMBEDDED for file in files}
     assert wanted | {"pullback/py.typed"} <= names
-    sources = {path.relative_to(ROOT / "src").as_posix() for path in (ROOT / "src" / "pullback").rglob("*.py")}
-    assert sources <= names
+    for kind in ("*.py", "*.j2"):
+        sources = {path.relative_to(ROOT / "src").as_posix() for path in (ROOT / "src" / "pullback").rglob(kind)}
+        assert sources and sources <= names
     assert all(name.startswith(("pullback/", "pullback-")) for name in names)
 
 
@@ -51,6 +52,6 @@ def test_the_package_works_from_the_wheel_without_network(wheel, tmp_path):
     program = f"""
 import runpy, sys
 sys.path.insert(0, {str(site)!r})  # before the checkout, which the environment points to
-runpy.run_path({str(ROOT / "tests" / "offline_diagnosis.py")!r}, run_name="__main__")
+runpy.run_path({str(ROOT / "tests" / "helpers" / "offline_diagnosis.py")!r}, run_name="__main__")
 """
     assert f"from {site}" in run(sys.executable, "-I", "-c", program, cwd=empty)

@@ -6,52 +6,32 @@
     images = pb.load_images("photos/", size=224)
     report = pb.diagnose(probe, images, rank=20)
 
-Names are imported when they are first used, so that ``import pullback`` is quick and needs no optional package.
+The public names are listed in `__init__.pyi`, from which type checkers know them. They are imported when they are first
+used, so that ``import pullback`` is quick and needs no optional package.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib
+from pathlib import Path
 from typing import Any
 
 __version__ = "0.1.0"
 
-_PUBLIC = {
-    "DenseOperator": "pullback.operators",
-    "JacobianOperator": "pullback.operators",
-    "LinearOperator": "pullback.operators",
-    "LowRankMetric": "pullback.operators",
-    "CameraMetric": "pullback.vggt.camera_metric",
-    "Decoder": "pullback.decoders",
-    "PatchGrid": "pullback.decoders",
-    "ProbeMap": "pullback.probes",
-    "load_probe": "pullback.probes",
-    "multi_layer_probe": "pullback.probes",
-    "load_images": "pullback.data",
-    "PullbackError": "pullback.errors",
-    "VGGT": "pullback.vggt.checkpoint",
-    "VGGTConfig": "pullback.vggt.network",
-    "ImportanceHead": "pullback.learning.head",
-    "SpectralPullbackNetwork": "pullback.learning.spn",
-    "TargetStore": "pullback.targets.store",
-    "TargetTable": "pullback.targets.table",
-    "compute_table": "pullback.targets.compute",
-    "compute_targets": "pullback.targets.compute",
-    "PrunePlan": "pullback.pruning",
-    "PrunedModel": "pullback.pruning",
-    "PrunedVGGT": "pullback.vggt.pruning",
-    "export_onnx": "pullback.pruning.export",
-    "plan_pruning": "pullback.pruning.budget",
-    "prune": "pullback.pruning",
-    "prune_views": "pullback.vggt.pruning",
-    "restore": "pullback.pruning",
-    "Spectrum": "pullback.geometry",
-    "Tractability": "pullback.geometry",
-    "diagnose": "pullback.geometry",
-    "layer_multiplicity": "pullback.geometry",
-    "spectrum": "pullback.geometry",
-    "token_importance": "pullback.geometry",
-}
+
+def _read_public() -> dict[str, str]:
+    """Read the public names, each with its module, from the stub beside this file."""
+    stub = ast.parse(Path(__file__).with_name("__init__.pyi").read_text(encoding="utf-8"))
+    return {
+        name.name: node.module
+        for node in stub.body
+        if isinstance(node, ast.ImportFrom) and node.module
+        for name in node.names
+    }
+
+
+_PUBLIC = _read_public()
 __all__ = ["__version__", *_PUBLIC]
 
 

@@ -13,7 +13,6 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import entry_points
 from typing import Any
 
 from pullback.errors import PullbackError
@@ -72,7 +71,8 @@ class DecoderEntry:
 class ScoreEntry:
     """A score per token. ``score``: (tokens [B, N, D], context) -> [B, N], not negative, the lowest are removed first.
 
-    ``needs``: what it takes besides the model, such as "a head"; scores that need nothing work by name everywhere.
+    ``needs``: what it takes besides the tokens. Scores that need nothing work by name everywhere. Of a score that needs
+    a "head", an "spn" or a "probe", ``score`` is a function that makes the score of such a network, or of a `ProbeMap`.
     """
 
     name: str
@@ -261,18 +261,23 @@ def list_models() -> list[tuple[str, str, str, str]]:
 
 
 def resolve(code: Code) -> Any:
-    """The object that an entry speaks of, imported where it is given by its place."""
+    """Return the object that an entry names: imported if it is given as "package.module:name", else as it is."""
     if not isinstance(code, str):
         return code
     module, _, name = code.partition(":")
     if not name:
         raise PullbackError(f"registry: expected 'package.module:name', got {code!r}.")
-    return getattr(importlib.import_module(module), name)
+    found = getattr(importlib.import_module(module), name, None)
+    if found is None:
+        raise PullbackError(f"registry: {code!r} does not exist: {module} has no {name!r}. Correct the entry.")
+    return found
 
 
 @cache
 def load_plugins() -> tuple[str, ...]:
-    """Call every function in the entry-point group `pullback`, once; return their names."""
+    """Call every function in the entry-point group `pullback`, once per process; return their names."""
+    from importlib.metadata import entry_points  # slow to import, and `--help` does without
+
     found = []
     for point in entry_points(group=GROUP):
         try:
@@ -283,3 +288,43 @@ def load_plugins() -> tuple[str, ...]:
             ) from error
         found.append(point.name)
     return tuple(found)
+
+
+# Scores per token, and the named pruning plans.
+
+
+@dataclass(frozen=True)
+class PresetEntry:
+    """A named pruning plan (`pullback.pruning.plan.preset`). ``score``: the one that it is defined with, if any."""
+
+    name: str
+    help: str
+    score: str = ""
+
+
+SCORES.update(
+    (entry.name, entry)
+    for entry in (
+        ScoreEntry("importance", "pullback.pruning.scores:as_score", "of a trained importance head", "head"),
+        ScoreEntry("exact", "pullback.geometry.scores:exact_importance", "importance by Jacobian products", "probe"),
+        ScoreEntry("block-norm", "pullback.geometry.scores:exact_block_norms", "|J_t| by Jacobian products", "probe"),
+        ScoreEntry("spn", "pullback.pruning.scores:as_score", "importance of a predicted metric", "spn"),
+        ScoreEntry("random", "pullback.pruning.scores:random", "uniform"),
+        ScoreEntry("tome", "pullback.pruning.scores:bipartite_redundancy", "ToMe: how unlike every other patch"),
+        ScoreEntry("strided", "pullback.pruning.scores:strided_redundancy", "how unlike a patch of every 2 x 2"),
+        ScoreEntry("evit", "pullback.pruning.scores:class_attention", "EViT: attention of the class token"),
+        ScoreEntry("norm", "pullback.pruning.scores:token_norm", "length of the token"),
+        ScoreEntry("cls-similarity", "pullback.pruning.scores:class_similarity", "cosine to the class token"),
+    )
+)
+PRESETS: dict[str, PresetEntry] = {
+    entry.name: entry
+    for entry in (
+        PresetEntry("best", "what won on our measurements"),
+        PresetEntry("paper", "section 7 of the paper literally"),
+        PresetEntry("drop", "the lowest scores go, nothing else"),
+        PresetEntry("tome", "ToMe's bipartite merging", "tome"),
+        PresetEntry("evit", "EViT's dropping by class attention", "evit"),
+        PresetEntry("strided", "merging into one patch of every 2 x 2", "strided"),
+    )
+}

@@ -197,9 +197,18 @@ def test_hooks_is_the_multi_layer_probe(images, tmp_path):
 @pytest.mark.parametrize("method", ["krylov", "paper", "exact"])
 def test_methods_and_other_options_are_passed_on(images, tmp_path, method):
     options = ("--method", method, "--distance", "cosine", "--precision", "tf32", "--device", "cpu", "--limit", "1")
-    document = diagnose(images, tmp_path, *options).document
+    run = diagnose(images, tmp_path, *options)
+    document = run.document
     assert document["layers"][0]["method"] == method == document["method_asked"]
     assert (document["distance"], document["precision"], document["device"]) == ("cosine", "tf32", "cpu")
+    layer, image = document["layers"][0], document["layers"][0]["per_image"][0]
+    errors = [layer["cv"]["estimation_se"], layer["cv"]["patches_estimation_se"], layer["r_eff_trunc_estimation_se"]]
+    errors += [image["cv_se"], image["cv_patches_se"], image["r_eff_trunc_se"]]
+    if method == "paper":
+        assert errors == [None] * 6 and "have no estimation error" in run.result.output
+    else:
+        assert min(errors) > 0 and image["kappa_se"] >= 1.9e-4 * image["kappa"], "the round-off of TF32"
+        assert "have no estimation error" not in run.result.output
 
 
 def test_sizes_may_be_rectangular(images, tmp_path):
@@ -322,13 +331,26 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=120)
 
 
-def test_help_imports_neither_torch_nor_transformers():
+COMMANDS = ("diagnose", "demo", "ls", "plan", "prune", "targets", "train head", "train spn")
+
+
+def test_help_and_ls_import_neither_torch_nor_transformers():
     code = (
-        "import sys\nfrom pullback.cli import app\napp(['diagnose', '--help'], standalone_mode=False)\n"
-        "print([name for name in ('torch', 'transformers', 'matplotlib', 'scipy') if name in sys.modules])"
+        "import sys\nfrom pullback.cli import app\n"
+        f"for command in {COMMANDS!r}: app([*command.split(), '--help'], standalone_mode=False)\n"
+        "app(['ls'], standalone_mode=False)\n"
+        "heavy = ('torch', 'transformers', 'matplotlib', 'scipy', 'jinja2')\n"
+        "print([name for name in heavy if name in sys.modules])"
     )
     done = python("-c", code)
     assert done.stdout.splitlines()[-1] == "[]", done.stderr
+    assert done.stdout.count("Usage: ") == len(COMMANDS)
+
+
+def test_every_command_is_in_the_list_of_commands():
+    result = pullback("--help")
+    for command in COMMANDS:
+        assert command.split()[0] in result.output
 
 
 def test_python_dash_m_is_the_same_program():

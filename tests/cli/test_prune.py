@@ -1,6 +1,9 @@
 """`pullback prune` on the embedded model: what it writes, what it says, how it goes on, and how it fails."""
 
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +18,8 @@ from pullback.cli.prune import prune
 from pullback.experiments.demo import write_pictures
 from pullback.learning.head import HeadConfig, ImportanceHead
 from pullback.learning.spn import SpectralPullbackNetwork, SpnConfig
-from pullback.pruning import compare_rows as prune_rows
+from pullback.pruning.rules import Subject
+from pullback.registry import PRESETS, SCORES
 from pullback.scenes.render import render
 from pullback.targets.origin import Origin
 
@@ -71,7 +75,7 @@ def compared(photos, head, tmp_path_factory) -> tuple[Result, Path]:
     options = ("--head", head, "--scores", "random,importance,exact,block-norm", "--rank", 3)
     options += ("--preset", "best,paper,tome")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pullback.pruning.compare_cost._SECONDS", 0.0)
+        patch.setattr("pullback.pruning.compare._SECONDS", 0.0)
         result = run(photos, out, *SMALL, *options, "--time", "1,2")
     assert result.exit_code == 0, result.output
     return result, out
@@ -152,7 +156,7 @@ def test_the_fates_of_patches_add_up(compared):
 def test_a_second_run_computes_nothing_and_more_is_added(photos, tmp_path, monkeypatch, no_figures):
     assert run(photos, tmp_path, *PLAIN, "--limit", 2).exit_code == 0
     before = rows(tmp_path)
-    monkeypatch.setattr(prune_rows, "_pruned", lambda *_: pytest.fail("a row was computed again"))
+    monkeypatch.setattr(Subject, "output", lambda *_: pytest.fail("a row was computed again"))
     again = run(photos, tmp_path, *PLAIN, "--limit", 2)
     assert again.exit_code == 0, again.output
     assert "no figures: they need matplotlib" in again.output
@@ -180,7 +184,7 @@ def test_random_scores_do_not_depend_on_batches(photos, tmp_path, no_figures):
 
 
 def test_an_interruption_keeps_what_is_done_and_half_a_line_is_forgotten(photos, tmp_path, monkeypatch, no_figures):
-    real, calls = prune_rows._pruned, []
+    real, calls = Subject.output, []
 
     def interrupted(*arguments):
         calls.append(1)
@@ -188,13 +192,13 @@ def test_an_interruption_keeps_what_is_done_and_half_a_line_is_forgotten(photos,
             raise KeyboardInterrupt
         return real(*arguments)
 
-    monkeypatch.setattr(prune_rows, "_pruned", interrupted)
+    monkeypatch.setattr(Subject, "output", interrupted)
     result = run(photos, tmp_path, *PLAIN)
     assert result.exit_code == INTERRUPTED
     assert f"kept in {tmp_path}/: 4 rows; the same command goes on from there" in result.output
     with open(tmp_path / "rows.jsonl", "a") as file:
         file.write('{"preset": "be')
-    monkeypatch.setattr(prune_rows, "_pruned", real)
+    monkeypatch.setattr(Subject, "output", real)
     assert run(photos, tmp_path, *PLAIN).exit_code == 0
     assert len(rows(tmp_path)) == 3 * 4
 
@@ -283,3 +287,28 @@ def test_a_head_of_another_layer_is_refused(photos, head, tmp_path, no_figures):
     result = run(photos, tmp_path / "out", *PLAIN, "--stages", 6, "--head", head)
     assert result.exit_code == BAD_INPUT
     assert "head: it was trained for layer 4, and is used with layer 6" in result.output
+
+
+@pytest.mark.parametrize("command", ["prune", "plan"])
+def test_help_lists_what_the_registry_holds_and_needs_no_torch(command):
+    code = (
+        f"import sys\nfrom pullback.cli import app\napp([{command!r}, '--help'], standalone_mode=False)\n"
+        "print([name for name in ('torch', 'transformers', 'matplotlib', 'scipy') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines()[-1] == "[]", done.stderr
+    words = set(re.findall(r"[a-z][a-z0-9-]*", done.stdout))
+    wanted = [*SCORES, *PRESETS] if command == "prune" else [name for name, entry in SCORES.items() if not entry.needs]
+    assert set(wanted) <= words
+
+
+def test_a_folder_of_before_goes_on(photos, tmp_path, no_figures):
+    """Settings and rows as the first release wrote them: other version, other commit, costs of another machine."""
+    assert run(photos, tmp_path, *PLAIN, "--limit", 2).exit_code == 0
+    before = rows(tmp_path)
+    settings = json.loads((tmp_path / "settings.json").read_text()) | {"pullback": "0.0.1", "commit": "f" * 40}
+    (tmp_path / "settings.json").write_text(json.dumps(settings, indent=1) + "\n")
+    (tmp_path / "cost.json").write_text('{"machine": "x86_64, 1 thread", "unpruned_flops": 7, "rules": []}\n')
+    again = run(photos, tmp_path, *PLAIN, "--limit", 3)
+    assert again.exit_code == 0, again.output
+    assert rows(tmp_path)[: len(before)] == before and len(rows(tmp_path)) == len(before) * 3 // 2

@@ -11,7 +11,7 @@ import pullback as pb
 from helpers.pictures import write_pictures
 from pullback.cli.common import BAD_INPUT, INTERRUPTED
 from pullback.cli.targets import targets
-from pullback.learning import compute_targets as module
+from pullback.targets import compute as module
 
 pytest.importorskip("pyarrow", reason="pyarrow is not installed (the extra pullback[targets])")
 

@@ -2,10 +2,11 @@
 
 import numpy as np
 import pytest
+import torch
 from scipy import stats
 
 from pullback.errors import PullbackError, ShapeError
-from pullback.evaluation.statistics import bootstrap_mean, compare_paired, wilcoxon_p
+from pullback.evaluation.statistics import Interval, bootstrap_mean, compare_paired, mean_and_error, wilcoxon_p
 
 
 def pairs(count: int, shift: float, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -26,14 +27,22 @@ def test_rules_that_never_differ_have_p_one():
     assert wilcoxon_p([1.0], [2.0]) == 1.0
 
 
-def test_the_bootstrap_agrees_with_scipys():
-    values, _ = pairs(200, 0.0)
+def test_the_bootstrap_agrees_with_the_normal_interval_of_many_values():
+    values = np.random.default_rng(0).standard_normal(400)
     ours = bootstrap_mean(values, generator=np.random.default_rng(1))
-    theirs = stats.bootstrap((values,), np.mean, method="percentile", n_resamples=10_000, rng=np.random.default_rng(2))
-    width = ours.high - ours.low
-    assert ours.mean == pytest.approx(values.mean(), rel=1e-12)
-    assert ours.low == pytest.approx(theirs.confidence_interval.low, abs=0.05 * width)
-    assert ours.high == pytest.approx(theirs.confidence_interval.high, abs=0.05 * width)
+    mean, error = mean_and_error(torch.from_numpy(values))
+    assert ours.mean == pytest.approx(mean, rel=1e-12)
+    assert [ours.low, ours.high] == pytest.approx([mean - 1.96 * error, mean + 1.96 * error], abs=0.1 * error)
+
+
+def test_a_mean_has_the_standard_error_of_its_values():
+    values = np.random.default_rng(0).lognormal(size=30)
+    assert mean_and_error(torch.from_numpy(values)) == pytest.approx((values.mean(), stats.sem(values)))
+    assert mean_and_error(torch.tensor([2.0])) == (2.0, 0.0)
+
+
+def test_one_value_has_no_interval_around_it():
+    assert bootstrap_mean([3.0], generator=np.random.default_rng(0)) == Interval(3.0, 3.0, 3.0)
 
 
 def test_intervals_cover_the_true_mean_as_often_as_they_say():

@@ -47,10 +47,10 @@ def test_one_dense_jacobian_gives_spectrum_and_block_norms(shape, dtype):
     dense = normal(2, *shape).to(dtype)
     op = DenseOperator(dense)
     svd = exact_svd(op, RANK)
-    found = exact_block_norms(svd.column_energies, TOKENS)
+    found = exact_block_norms(svd.column_energies, TOKENS, round_off=op.round_off)
     torch.testing.assert_close(found.squared.value, truth(dense.double()), rtol=1e-6, atol=0)
     torch.testing.assert_close(found.total.value, dense.double().square().sum((1, 2)), rtol=1e-6, atol=0)
-    assert (found.squared.relative_se <= 1.01e-6).all(), "nothing was sampled"
+    assert (found.squared.relative_se <= 1.01 * op.round_off).all(), "nothing was sampled"
     assert op.products.total == min(shape)
 
 
@@ -125,4 +125,4 @@ def test_bad_arguments_are_named():
     ):
         block_norms(op, 5, streams=streams(1))
     with pytest.raises(ShapeError, match=r"tokens: .* got 0"):
-        exact_block_norms(torch.ones(1, 12), 0)
+        exact_block_norms(torch.ones(1, 12), 0, round_off=1e-6)

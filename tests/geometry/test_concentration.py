@@ -7,7 +7,7 @@ import torch
 
 from helpers.truth import normal
 from pullback.geometry import coefficient_of_variation, null_cv
-from pullback.geometry.diagnosis import looks_random
+from pullback.geometry.diagnosis import change_of_cv, looks_random
 
 
 def test_cv_by_hand():
@@ -43,6 +43,19 @@ def test_modes_of_vanishing_singular_values_do_not_count():
 
 def test_one_token_does_not_vary():
     assert coefficient_of_variation(normal(2, 3, 1, 4)).tolist() == [0, 0]
+
+
+def test_changes_of_opposite_sign_do_not_cancel():
+    """Token norms (5, 1, 0) and (2, 2, 2) exchanged: the CV of each mode changes by sqrt(7) / 2, the mean does not."""
+    norms = torch.tensor([[5.0, 1.0, 0.0], [2.0, 2.0, 2.0]], dtype=torch.float64)
+    modes, earlier = norms[None, :, :, None], norms.flip(0)[None, :, :, None]
+    assert coefficient_of_variation(modes) == coefficient_of_variation(earlier)
+    torch.testing.assert_close(change_of_cv(modes, earlier), torch.tensor([math.sqrt(2 * 7 / 4) / 2]).double())
+    assert change_of_cv(modes, modes).item() == 0
+    last = torch.tensor([False, True, True])
+    torch.testing.assert_close(
+        change_of_cv(modes, earlier, last), change_of_cv(modes[:, :, 1:], earlier[:, :, 1:]), rtol=1e-12, atol=0
+    )
 
 
 @pytest.mark.parametrize("dim", [1, 2, 16, 64, 384, 768])

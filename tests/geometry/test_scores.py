@@ -17,10 +17,8 @@ from pullback.geometry.scores import (
     exact_block_norms,
     exact_importance,
     exact_modes,
-    metric_importance,
-    metric_modes,
 )
-from pullback.operators import DenseOperator, LowRankMetric, differentiable_attention
+from pullback.operators import DenseOperator, differentiable_attention
 from pullback.probes import ProbeMap
 from pullback.tokens import TokenLayout
 
@@ -222,28 +220,10 @@ def test_block_energies_are_those_of_the_matrix(shape):
     assert op.products.total == min(shape)
 
 
-def test_a_network_that_predicts_the_metric_scores_by_it():
-    modes = torch.linalg.qr(random_normal(2, 4 * 6, 3)).Q.mT.unflatten(-1, (4, 6))
-    energies = random_normal(2, 3).square()
-    tokens, spn = random_normal(2, 4, 6, seed=1), lambda tokens: LowRankMetric(modes, energies, 1e-3)
-    truth = (energies[..., None, None] * modes.square()).sum((1, 3)).sqrt()
-    close(metric_importance(spn)(tokens, None), truth, rtol=1e-13)
-    found = metric_modes(spn)(tokens, None)
-    close(found.square().sum((1, 3)).sqrt(), truth, rtol=1e-13)
-    close(found / found.norm(dim=(2, 3), keepdim=True), modes, rtol=1e-12)
-
-
-def test_a_metric_of_a_latent_space_is_refused():
-    spn = lambda tokens: LowRankMetric(random_normal(2, 3, 8, 5), torch.ones(2, 3))  # noqa: E731
-    for make in (metric_importance, metric_modes):
-        with pytest.raises(ShapeError, match=r"spn: expected modes on the tokens themselves, \[B, r, 4, 6\], got"):
-            make(spn)(random_normal(2, 4, 6), None)
-
-
 def test_wrong_arguments_are_named():
     probe = pb.load_probe(model_of("dinov2"), "cls", LAYER)
     tokens, here = stage(probe, images_for("dinov2", GRID))
-    with pytest.raises(PullbackError, match="method: expected one of auto, exact, krylov, got 'svd'"):
+    with pytest.raises(PullbackError, match="method: expected one of auto, krylov, paper, exact, got 'svd'"):
         exact_importance(probe, method="svd")
     with pytest.raises(
         PullbackError, match=r"probe: expected a ProbeMap at a layer .* depth layers \[0, 1, 3, 4\] after the norm"

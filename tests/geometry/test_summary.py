@@ -1,5 +1,6 @@
 """Several samples, each with its own error, as one number."""
 
+import math
 import statistics
 
 import pytest
@@ -34,3 +35,10 @@ def test_samples_that_agree_by_chance_do_not_hide_their_errors():
 
 def test_it_reads_as_a_number_with_its_error():
     assert str(summarize([(0.3721, 0.0123)])) == "0.372 ± 0.012"
+
+
+def test_estimates_without_an_error_leave_only_the_spread_between_them():
+    several = summarize([(1.0, math.nan), (3.0, 0.1)])
+    assert several.se == pytest.approx(1.0) and math.isnan(several.estimation_se)
+    single = summarize([(1.0, math.nan)])
+    assert single.mean == 1.0 and math.isnan(single.se) and math.isnan(single.estimation_se)

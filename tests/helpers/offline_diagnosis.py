@@ -1,6 +1,6 @@
 """A small diagnosis of the embedded model with the network out of reach; run by `make wheel-check` and test_wheel.py.
 
-    python tests/offline_diagnosis.py
+    python tests/helpers/offline_diagnosis.py
 
 Run it from an empty folder, with an installed wheel: it fails when pullback comes from a source tree, when anything
 tries to reach another machine, or when the numbers are not what a trained model gives.

@@ -8,9 +8,10 @@ import pullback as pb
 from helpers.families import model_of, random_normal
 from pullback.backbones import load_backbone
 from pullback.errors import PullbackError
+from pullback.evaluation import degradation
 from pullback.evaluation.cost import Timing
 from pullback.pruning import budget as planning
-from pullback.pruning.budget import Calibration, output_degradation, plan_pruning
+from pullback.pruning.budget import Calibration, plan_pruning
 from pullback.scenes.render import normalised, render
 
 
@@ -26,7 +27,7 @@ def images():
 
 def test_a_share_of_the_operations(model, images):
     forecast = plan_pruning(model, {4: "norm"}, images, flops=0.9)
-    calibration = Calibration(model, images, 64, output_degradation)
+    calibration = Calibration(model, images, 64)
     fast = pb.prune(model, "norm", ratio=forecast.plan.ratio, stages=forecast.plan.stages)
     assert forecast.cost == pytest.approx(calibration.flops(fast)) and forecast.cost <= 0.9
     assert forecast.degradation == pytest.approx(float(calibration.degradation(fast).mean()), rel=1e-4)
@@ -52,7 +53,7 @@ BUDGETS = {"flops": 0.9, "milliseconds": 1e6, "degradation": 5.0}
 @pytest.mark.parametrize("name", BUDGETS)
 def test_operations_time_and_degradation_are_forecast_whatever_the_budget_is(model, images, name, monkeypatch):
     """On a clock that counts operations, so that the expected times are known; the whole model takes 10 ms."""
-    calibration, races = Calibration(model, images, 64, output_degradation), []
+    calibration, races = Calibration(model, images, 64), []
 
     def clock(functions, device, rounds):
         races.append(rounds)
@@ -74,20 +75,12 @@ def test_operations_time_and_degradation_are_forecast_whatever_the_budget_is(mod
         assert len(races) == 1, "only the plan that was chosen is timed"
 
 
-def test_degradation_of_known_outputs():
-    class Embedding:
-        def __init__(self, value):
-            self.pooler_output = value
+def test_a_measure_of_ones_own(model, images):
+    def twice(pruned, full):
+        return 2 * degradation(pruned, full).value
 
-    class Depth:
-        def __init__(self, value):
-            self.predicted_depth = value
-
-    a = random_normal(2, 5)
-    torch.testing.assert_close(output_degradation(Embedding(3 * a), Embedding(a)), torch.zeros(2).double())
-    assert output_degradation(Depth(2 * a.abs()), Depth(a.abs())).max() < 1e-6, "a common factor is no error"
-    with pytest.raises(PullbackError, match="degrade: int has neither an embedding nor a depth map"):
-        output_degradation(1, 2)
+    own, usual = (plan_pruning(model, {4: "norm"}, images, flops=0.9, degrade=how, rounds=1) for how in (twice, None))
+    assert own.degradation == pytest.approx(2 * usual.degradation)
 
 
 def test_bad_budgets(model, images):

@@ -6,7 +6,8 @@ import torch
 
 from pullback.errors import PullbackError
 from pullback.pruning import PrunePlan, preset
-from pullback.pruning.plan import PRESETS, even
+from pullback.pruning.plan import even
+from pullback.registry import PRESETS
 
 
 @pytest.mark.parametrize("patches", [1, 7, 100, 256, 1369])

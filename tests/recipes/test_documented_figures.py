@@ -1,4 +1,4 @@
-"""What is written about tiny-scenes was measured on the weights that are shipped."""
+"""What is written about tiny-scenes was measured on the weights that are shipped, and is what its commands print."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from recipes import evaluate_tiny_scenes, tiny_scenes_importance
 from recipes.measurement import weights_sha256
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "tiny-scenes.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "results" / "tiny-scenes.md").read_text(encoding="utf-8")
 FOLDER = EMBEDDED["tiny-scenes"]
 CARD = (FOLDER / "README.md").read_text(encoding="utf-8")
 
@@ -24,7 +24,7 @@ def test_results_belong_to_the_shipped_weights(name):
     assert measured(name)["weights_sha256"] == weights_sha256("tiny-scenes"), "measure again: the weights have changed"
 
 
-def test_the_page_shows_the_measured_tables():
+def test_the_page_shows_the_tables_that_the_commands_print():
     assert evaluate_tiny_scenes.table(measured("evaluation")) in PAGE
     assert tiny_scenes_importance.table(measured("importance")) in PAGE
 

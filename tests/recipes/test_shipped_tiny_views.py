@@ -16,7 +16,7 @@ from recipes.measurement import weights_sha256
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = EMBEDDED["tiny-views"]
-PAGE = (ROOT / "docs" / "tiny-views.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "results" / "tiny-views.md").read_text(encoding="utf-8")
 CARD = (FOLDER / "README.md").read_text(encoding="utf-8")
 FILES = ("tiny_views_evaluation", "tiny_views_evaluation_16views")
 CPU = torch.device("cpu")

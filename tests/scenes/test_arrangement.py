@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from pullback.errors import PullbackError
+from pullback.scenes import CLASSES, SHIFTED, TRAINING, SceneRange, scene_labels
 from pullback.scenes.arrangement import NOTHING, Layout, lay_out
 from pullback.scenes.draws import Draws
-from pullback.scenes.render import CLASSES, SHIFTED, TRAINING, SceneRange, scene_labels
 from pullback.scenes.splits import MAX_MAIN
 
 SCENES = 2000

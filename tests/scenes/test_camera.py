@@ -8,8 +8,8 @@ from torch import Tensor
 
 from pullback.scenes.camera import box_interval, cylinder_interval, is_blocked, room_exit, sphere_interval
 from pullback.scenes.draws import Draws, hashed
+from pullback.scenes.look import noise, pattern
 from pullback.scenes.splits import TEXTURES
-from pullback.scenes.textures import noise, pattern
 
 
 def vector(*values: float) -> tuple[Tensor, Tensor, Tensor]:

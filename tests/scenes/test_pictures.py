@@ -7,9 +7,8 @@ from typer import Typer
 from typer.testing import CliRunner
 
 from pullback.errors import ImageError, PullbackError
-from pullback.scenes.pictures import FIRST, main, write_scene_folders
-from pullback.scenes.render import render
-from pullback.scenes.splits import HELD_OUT
+from pullback.scenes import HELD_OUT, render
+from pullback.scenes.pictures import main, write_scene_folders
 from pullback.vggt.views import read_scenes
 
 
@@ -26,8 +25,7 @@ def test_the_command_draws_scenes_that_no_embedded_model_has_seen(tmp_path):
     app.command()(main)
     result = CliRunner().invoke(app, ["--out", str(tmp_path), "--count", "1", "--views", "2", "--size", "16"])
     assert result.exit_code == 0 and "1 scenes of 2 views" in result.output
-    assert FIRST == HELD_OUT
-    assert sorted(file.name for file in (tmp_path / f"scene-{FIRST}").iterdir()) == ["view-00.png", "view-01.png"]
+    assert sorted(file.name for file in (tmp_path / f"scene-{HELD_OUT}").iterdir()) == ["view-00.png", "view-01.png"]
 
 
 def test_the_same_call_may_be_repeated(tmp_path):

@@ -1,15 +1,16 @@
 """Rendered scenes as a whole: values, determinism, and what is refused."""
 
 from dataclasses import fields
+from importlib import import_module
 
 import pytest
 import torch
 
 from pullback.errors import ImageError, PullbackError
-from pullback.scenes import render as scenes
-from pullback.scenes.render import SHIFTED, TRAINING, SceneBatch, normalised, render
+from pullback.scenes import SHIFTED, TRAINING, SceneBatch, normalised, render
 
 SEEDS = range(200)
+RENDERER = import_module("pullback.scenes.render")  # `pullback.scenes.render` itself is the function
 IMAGES = ("rgb", "depth", "sky", "normals", "instance")
 
 
@@ -58,7 +59,7 @@ def test_a_scene_depends_on_its_seed_alone():
 def test_chunks_do_not_show(monkeypatch):
     whole = render(range(5), size=(24, 32), views=2)
     for rays in (7 * 32, 24 * 32, 3 * 24 * 32):  # some lines, one image, some images at a time
-        monkeypatch.setitem(scenes._CHUNK_BYTES, "cpu", 4 * scenes._FLOATS_PER_RAY * rays)
+        monkeypatch.setitem(RENDERER._CHUNK_BYTES, "cpu", 4 * RENDERER._FLOATS_PER_RAY * rays)
         assert same(whole, render(range(5), size=(24, 32), views=2))
 
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from pullback.scenes import render as scenes
+from pullback.scenes import CLASSES, TRAINING, SceneBatch, render, scene_labels
 from pullback.scenes.arrangement import Layout, lay_out
-from pullback.scenes.camera import BOX, CYLINDER, SPHERE
 from pullback.scenes.draws import Draws
-from pullback.scenes.render import CLASSES, TRAINING, SceneBatch, render, scene_labels
+from pullback.scenes.look import look_of
+from pullback.scenes.splits import BOX, CYLINDER, SPHERE
 
 
 @pytest.fixture(scope="module")
@@ -221,7 +221,7 @@ def test_ground_in_the_shadow_is_darker():
     batch = render(seeds, size=64, ranges=ranges)
     draws = Draws(torch.tensor(seeds))
     layout = lay_out(draws, 1, ranges)
-    sun = scenes.look_of(draws, layout, ranges).lights.place[:, 0]
+    sun = look_of(draws, layout, ranges).lights.place[:, 0]
     share = torch.linspace(0.0002, 0.05, 60)[:, None]  # of the sun's vector, which is 100 m long
     samples = batch.points()[..., None, :] + share * sun[:, None, None, None, None].float()
     hidden = torch.zeros_like(batch.sky)
@@ -244,7 +244,7 @@ def test_the_side_of_a_ball_that_faces_the_sun_is_the_bright_one():
     ranges = replace(TRAINING, lights=(1, 1), textures=("plain",))
     seeds = seeds_of("open ground: one giant sphere")
     batch, draws = render(seeds, size=48, ranges=ranges), Draws(torch.tensor(seeds))
-    sun = scenes.look_of(draws, lay_out(draws, 1, ranges), ranges).lights.place[:, 0].float() / 100
+    sun = look_of(draws, lay_out(draws, 1, ranges), ranges).lights.place[:, 0].float() / 100
     towards = (batch.pose[:, 0, :3, :3] @ sun[..., None])[..., None]  # in camera coordinates, [B, 3, 1, 1]
     cosine = (batch.normals[:, 0] * towards).sum(1)
     ball, brightness = batch.instance[:, 0] == 10, batch.rgb[:, 0].mean(1)

@@ -6,8 +6,8 @@ import torch
 import pullback as pb
 from helpers.truth import FunctionProbe, normal, random_images, seeded, truth_of, with_singular_values
 from pullback.errors import DecoderError, ImageError, NumericsError, PullbackError, RankError
-from pullback.targets import recipe as targets
-from pullback.targets.recipe import choose_method, targets_of
+from pullback.randnla import modes
+from pullback.targets.recipe import targets_of
 
 RANK = 4
 
@@ -105,7 +105,7 @@ def test_a_samples_targets_do_not_depend_on_its_batch(probe, features, method):
 def test_out_of_memory_halves_the_batch_and_changes_nothing(probe, features, monkeypatch):
     expected = targets_of(probe, features, RANK, "krylov", batch_size=3)
     sizes: list[int] = []
-    krylov = targets.output_krylov
+    krylov = modes.output_krylov
 
     def tight(op, *args, **options):
         sizes.append(op.batch)
@@ -113,18 +113,10 @@ def test_out_of_memory_halves_the_batch_and_changes_nothing(probe, features, mon
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return krylov(op, *args, **options)
 
-    monkeypatch.setattr(targets, "output_krylov", tight)
+    monkeypatch.setattr(modes, "output_krylov", tight)
     found = targets_of(probe, features, RANK, "krylov", batch_size=3)
     assert sizes == [3, 1, 1, 1]
     torch.testing.assert_close(found.block_energy.value, expected.block_energy.value, rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize(
-    ("rows", "cols", "expected"),
-    [(192, 98688, "exact"), (193, 98688, "krylov"), (150, 10**7, "krylov")],
-)
-def test_auto_takes_what_needs_fewer_products_and_fits_into_memory(rows, cols, expected):
-    assert choose_method("auto", rows, cols, 20) == expected
 
 
 def test_auto_uses_its_choice():

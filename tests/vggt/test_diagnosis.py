@@ -232,17 +232,25 @@ def test_ls_names_vggt_and_its_decoders():
 @pytest.mark.parametrize(
     ("command", "instead", "page"),
     [
-        (("targets", "{model}", "--images", "x", "--out", "y"), "targets_of(probe, probe.features(scenes))", "vggt"),
-        (("train", "spn", "{model}", "--images", "x", "--held-out", "x", "--out", "y"), "targets_of(probe,", "vggt"),
+        (
+            ("targets", "{model}", "--images", "x", "--out", "y"),
+            "targets_of(probe, probe.features(scenes))",
+            "guide/vggt",
+        ),
+        (
+            ("train", "spn", "{model}", "--images", "x", "--held-out", "x", "--out", "y"),
+            "targets_of(probe,",
+            "guide/vggt",
+        ),
         (
             ("prune", "{model}", "--images", "x", "--out", "y"),
             "pullback.vggt.pruning.prune_views(model",
-            "vggt-pruning",
+            "guide/vggt-pruning",
         ),
         (
             ("plan", "{model}", "--images", "x", "--heads", "1=norm"),
             "pullback.vggt.pruning.prune_views(model",
-            "vggt-pruning",
+            "guide/vggt-pruning",
         ),
     ],
     ids=["targets", "spn", "prune", "plan"],

@@ -6,7 +6,7 @@ import logging
 import os
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NoReturn
@@ -16,26 +16,36 @@ import typer
 from pullback.errors import PullbackError
 from pullback.report.console import console
 from pullback.report.progress import ProgressDisplay
+from pullback.report.wording import NO_FIGURES
 
 if TYPE_CHECKING:
     from pullback.probes import ProbeMap
 
-Method = Literal["auto", "krylov", "paper", "exact"]
 Precision = Literal["float32", "tf32", "bf16"]
 
 BAD_INPUT, INTERRUPTED = 2, 130
 
 
 @contextmanager
+def running(out: Path | None = None) -> Iterator[ProgressDisplay]:
+    """Surround a command: show its progress, prepare to import torch, and turn errors into messages.
+
+    ``out``: the folder in which finished parts are kept if something fails.
+    """
+    with ProgressDisplay(console(stderr=True)) as progress, reported(progress, out):
+        progress.stage("loading torch")
+        prepare()
+        yield progress
+
+
+@contextmanager
 def reported(progress: ProgressDisplay, out: Path | None = None) -> Iterator[None]:
-    """One readable line instead of a traceback for everything that the user or the machine can cause."""
+    """Print one readable line instead of a traceback for everything that the user or the machine can cause."""
     try:
         yield
     except KeyboardInterrupt:
         _fail("interrupted", progress, out, INTERRUPTED)
-    except PullbackError as error:
-        _fail(f"error: {error}", progress, out, BAD_INPUT)
-    except OSError as error:
+    except (PullbackError, OSError) as error:
         _fail(f"error: {error}", progress, out, BAD_INPUT)
     except (RuntimeError, MemoryError) as error:
         from pullback.operators.execution import is_out_of_memory
@@ -50,17 +60,17 @@ def reported(progress: ProgressDisplay, out: Path | None = None) -> Iterator[Non
 
 
 def _fail(message: str, progress: ProgressDisplay, out: Path | None, code: int) -> NoReturn:
+    """Print the message and what is kept of the finished parts, and leave."""
     progress.close()
-    screen = console(stderr=True)
-    screen.print(message, style="red", markup=False, soft_wrap=True)
+    say(message, "red", stderr=True)
     if progress.done:
         where = f" before {progress.current}" if progress.current else ""
-        screen.print(f"finished{where} and kept in {out}/: {', '.join(progress.done)}", markup=False, soft_wrap=True)
+        say(f"finished{where} and kept in {out}/: {', '.join(progress.done)}", stderr=True)
     raise typer.Exit(code)
 
 
 def prepare() -> None:
-    """Settings that must stand before torch and transformers are imported; whatever the user has set is kept.
+    """Make settings that must stand before torch and transformers are imported; what the user has set is kept.
 
     Other packages' bars and warnings stay off the screen; their errors reach us as exceptions. OpenMP threads sleep
     while they wait: spinning, as they do by default, made a run four times slower on cores shared with other programs.
@@ -75,7 +85,20 @@ def prepare() -> None:
     warnings.filterwarnings("ignore", module=r"(torch|transformers|huggingface_hub|matplotlib)(\.|$)")
 
 
+def say(text: str, style: str = "", *, stderr: bool = False) -> None:
+    """Print a text as it is: no markup is read in it, and no line is broken."""
+    console(stderr=stderr).print(text, style=style, markup=False, soft_wrap=True)
+
+
+def say_written(out: Path, files: Sequence[str], figures: Sequence[str]) -> None:
+    """Print what a run has left in its folder, and why there are no figures if there are none."""
+    say(f"written to {out}/: {', '.join([*files, *figures])}", "bold")
+    if not figures:
+        say(NO_FIGURES, "yellow")
+
+
 def parse_layer(text: str) -> int | str:
+    """Read a block index or "hooks"."""
     if text == "hooks":
         return text
     try:
@@ -85,6 +108,7 @@ def parse_layer(text: str) -> int | str:
 
 
 def parse_size(text: str | None) -> int | tuple[int, int] | None:
+    """Read pixels such as 224, or height x width such as 224x308."""
     if text is None:
         return None
     match = re.fullmatch(r"(\d+)(?:x(\d+))?", text)
@@ -93,8 +117,8 @@ def parse_size(text: str | None) -> int | tuple[int, int] | None:
     return (int(match[1]), int(match[2])) if match[2] else int(match[1])
 
 
-def refuse_scenes(model: str, command: str, instead: str, page: str = "docs/vggt.md") -> None:
-    """Commands that read single images say so before they load a VGGT, whose samples are scenes of several views."""
+def refuse_scenes(model: str, command: str, instead: str, page: str = "docs/guide/vggt.md") -> None:
+    """Refuse a VGGT before it is loaded: its samples are scenes of several views, the command reads single images."""
     from pullback.backbones import entry_of
 
     if entry_of(model).views:
@@ -112,7 +136,7 @@ def load_any_probe(
     distance: str | None = None,
     after_norm: bool = True,
 ) -> ProbeMap:
-    """A probe at a block, or at all layers that a dense decoder reads when ``layer`` is "hooks"."""
+    """Load a probe at a block, or at all layers that a dense decoder reads when ``layer`` is "hooks"."""
     from pullback.probes import load_probe, multi_layer_probe
 
     if isinstance(layer, str):

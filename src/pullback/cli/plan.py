@@ -7,19 +7,24 @@ from typing import Annotated
 
 import typer
 
+from pullback.cli import options
 from pullback.cli.common import parse_size, prepare, refuse_scenes, reported
 from pullback.errors import PullbackError
+from pullback.registry import SCORES
 from pullback.report.console import console
 from pullback.report.progress import ProgressDisplay
 
+_SCORES = ", ".join(name for name, entry in SCORES.items() if not entry.needs)
+
 
 def plan(
-    model: Annotated[str, typer.Argument(help="A hub id, a folder, or an embedded name (see `pullback ls`).")],
+    model: options.Model,
     images: Annotated[str, typer.Option(help="Calibration images: an image, a folder or a glob.")],
     heads: Annotated[
         str,
         typer.Option(
-            help="Block = head of `pullback train head`, or a score's name: 3=heads/L03,6=heads/L06, or 4=norm."
+            help=f"Block = head of `pullback train head`, or a score's name ({_SCORES}): 3=heads/L03,6=heads/L06, or "
+            "4=norm."
         ),
     ],
     flops: Annotated[float | None, typer.Option(help="Budget: share of the model's operations, such as 0.75.")] = None,
@@ -30,30 +35,30 @@ def plan(
     stages: Annotated[int, typer.Option(min=1, help="At most so many stages.")] = 2,
     limit: Annotated[int, typer.Option(min=1, help="Use the first so many images.")] = 128,
     batch: Annotated[int, typer.Option(min=1, help="Images at a time.")] = 16,
-    size: Annotated[
-        str | None, typer.Option(help="Crop in pixels, 224 or 224x308.", show_default="the backbone's")
-    ] = None,
-    device: Annotated[str, typer.Option(help="auto: the GPU where there is one.")] = "auto",
+    size: options.Size = None,
+    device: options.Device = "auto",
     out: Annotated[
         Path | None, typer.Option(help="Write the pruned model here, for pb.PrunedModel.from_pretrained.")
     ] = None,
 ) -> None:
-    """Which tokens to remove where, so that a budget of operations, time or error is met."""
+    """Find which tokens to remove where, so that a budget of operations, time or error is met."""
     with ProgressDisplay(console(stderr=True)) as progress, reported(progress, out):
         progress.stage("loading torch")
         prepare()
         instead = "pullback.vggt.pruning.prune_views(model, score, ratio=..., stages=...)"
-        refuse_scenes(model, "plan", instead, "docs/vggt-pruning.md")
+        refuse_scenes(model, "plan", instead, "docs/guide/vggt-pruning.md")
         from pullback.learning.head import ImportanceHead
         from pullback.probes import load_probe
-        from pullback.pruning import SCORES, prune
+        from pullback.pruning import prune
         from pullback.pruning.budget import plan_pruning
+        from pullback.pruning.scores import score_names
 
         progress.stage(f"loading {model}")
         probe = load_probe(model, "mean", device=device)
         network = probe.backbone.model
+        names = score_names()
         scores = {
-            layer: name if name in SCORES else ImportanceHead.from_pretrained(name, device=probe.device)
+            layer: name if name in names else ImportanceHead.from_pretrained(name, device=probe.device)
             for layer, name in _pairs(heads)
         }
         pictures = probe.load_images(images, parse_size(size), limit=limit).to(probe.device)

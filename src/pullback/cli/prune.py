@@ -8,8 +8,10 @@ from typing import Annotated, TypeVar
 
 import typer
 
+from pullback.cli import options
 from pullback.cli.common import Precision, parse_size, prepare, refuse_scenes, reported
 from pullback.errors import PullbackError
+from pullback.registry import PRESETS, SCORES
 from pullback.report.console import console
 from pullback.report.drawing import Drawing
 from pullback.report.progress import ProgressDisplay
@@ -17,15 +19,18 @@ from pullback.report.prune_console import prune_summary
 from pullback.runs.documents import EXAMPLES, ROWS, SUMMARY
 
 _Item = TypeVar("_Item")
+_SCORES = ", ".join(
+    f"{name} (of --{entry.needs})" if entry.needs in ("head", "spn") else name for name, entry in SCORES.items()
+)
+_PRESETS = ", ".join(name for name, entry in PRESETS.items() if not entry.score)
+_LITERATURE = ", ".join(name for name, entry in PRESETS.items() if entry.score)
 
 
 def prune(
-    model: Annotated[str, typer.Argument(help="A hub id, a folder, or an embedded name (see `pullback ls`).")],
-    images: Annotated[str, typer.Option(help="An image, a folder or a glob.")],
+    model: options.Model,
+    images: options.Images,
     out: Annotated[Path, typer.Option(help="Folder for rows, summary and figures; a second run adds to it.")],
-    decoder: Annotated[
-        str, typer.Option(help="cls, projection, pool, mean, depth, depth-8x8 (any size), saliency.")
-    ] = "cls",
+    decoder: options.Decoder = "cls",
     ratios: Annotated[str, typer.Option(help="Shares of the patch tokens to remove.")] = "0.1,0.2,0.3,0.5",
     stages: Annotated[
         str | None,
@@ -37,13 +42,12 @@ def prune(
     scores: Annotated[
         str | None,
         typer.Option(
-            help="importance (of --head), exact, block-norm, spn, random, tome, strided, evit, norm, cls-similarity. "
-            "The others are tested against importance, or the first.",
+            help=f"{_SCORES}. The others are tested against importance, or the first.",
             show_default="importance, or exact without --head, and those that need no training",
         ),
     ] = None,
     preset: Annotated[
-        str, typer.Option(help="best, paper, drop, and with their own score tome, evit, strided; several by commas.")
+        str, typer.Option(help=f"{_PRESETS}, and with their own score {_LITERATURE}; several by commas.")
     ] = "best",
     head: Annotated[
         str | None, typer.Option(help="A head of `pullback train head`; one for each stage, by commas.")
@@ -51,10 +55,8 @@ def prune(
     spn: Annotated[
         str | None, typer.Option(help="An SPN of `pullback train spn`: the score spn, and the paper's matching.")
     ] = None,
-    rank: Annotated[int, typer.Option(min=1, help="Of exact importance and modes.")] = 20,
-    distance: Annotated[
-        str | None, typer.Option(help="Of exact scores: cosine, log or silog.", show_default="Euclidean")
-    ] = None,
+    rank: options.Rank = 20,
+    distance: options.Distance = None,
     bank: Annotated[
         Path | None, typer.Option(help="Images whose unpruned embeddings classify the pruned ones by k-NN.")
     ] = None,
@@ -62,25 +64,23 @@ def prune(
         Path | None,
         typer.Option(help="A CSV with the columns file and class_index.", show_default="one subfolder per class"),
     ] = None,
-    size: Annotated[
-        str | None, typer.Option(help="Crop in pixels, 224 or 224x308.", show_default="the backbone's")
-    ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Use the first so many images.", show_default="all")] = None,
+    size: options.Size = None,
+    limit: options.Limit = None,
     batch: Annotated[int, typer.Option(min=1, help="Images at a time.")] = 16,
     precision: Annotated[Precision, typer.Option(help="Arithmetic of the model, pruned or not.")] = "float32",
-    device: Annotated[str, typer.Option(help="auto: the GPU where there is one.")] = "auto",
-    seed: Annotated[int, typer.Option(help="Of random scores and bootstrap intervals.")] = 0,
+    device: options.Device = "auto",
+    seed: options.Seed = 0,
     time: Annotated[
         str, typer.Option(help="Batch sizes to time, such as 1,8,64; auto: these on a GPU, 1,8 on a CPU; none.")
     ] = "auto",
 ) -> None:
-    """How much of the output survives when tokens go: degradation per image, tests between rules, operations, time."""
+    """Compare pruning rules: degradation of the output per image, tests between rules, operations, time."""
     with Drawing() as drawing, ProgressDisplay(console(stderr=True)) as progress, reported(progress, out):
         progress.stage("loading torch")
         prepare()
         instead = "pullback.vggt.pruning.prune_views(model, score, ratio=..., stages=...)"
-        refuse_scenes(model, "prune", instead, "docs/vggt-pruning.md")
-        from pullback.pruning.compare_rows import PruneRequest, run_comparison
+        refuse_scenes(model, "prune", instead, "docs/guide/vggt-pruning.md")
+        from pullback.pruning.compare import PruneRequest, run_comparison
 
         request = PruneRequest(
             model=model,
@@ -123,7 +123,7 @@ def prune(
 
 
 def _several(option: str, text: str, read: Callable[[str], _Item]) -> tuple[_Item, ...]:
-    """A list with commas, each item once."""
+    """Read a list with commas, each item once."""
     try:
         items = tuple(dict.fromkeys(read(part.strip()) for part in text.split(",") if part.strip()))
     except ValueError:

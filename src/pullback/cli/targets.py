@@ -9,18 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from pullback.cli.common import (
-    Method,
-    Precision,
-    load_any_probe,
-    parse_layer,
-    parse_size,
-    prepare,
-    refuse_scenes,
-    reported,
-)
-from pullback.report.console import console
+from pullback.cli import options
+from pullback.cli.common import load_any_probe, parse_layer, parse_size, refuse_scenes, running, say
 from pullback.report.progress import ProgressDisplay
+from pullback.report.wording import counted
 from pullback.runs.documents import layer_name
 
 if TYPE_CHECKING:
@@ -31,44 +23,24 @@ _NAMED = 10
 
 
 def targets(
-    model: Annotated[str, typer.Argument(help="A hub id, a folder, or an embedded name (see `pullback ls`).")],
-    images: Annotated[
-        str,
-        typer.Option(
-            help="A folder, a glob, a text file of paths, webdataset tars (shards/{000..127}.tar), or a Hugging Face "
-            "dataset (hf://name:split)."
-        ),
-    ],
+    model: options.Model,
+    images: options.Source,
     out: Annotated[Path, typer.Option(help="Folder of the store; a second run goes on where the first one stopped.")],
-    decoder: Annotated[
-        str, typer.Option(help="cls, projection, pool, mean, depth, depth-8x8 (any size), saliency.")
-    ] = "cls",
-    layer: Annotated[
-        str | None,
-        typer.Option(
-            help="Block index; `hooks`: all layers that a dense decoder reads, side by side.",
-            show_default="the last but one",
-        ),
-    ] = None,
-    rank: Annotated[int, typer.Option(min=1, help="Modes per image, and the rank of the importance.")] = 20,
+    decoder: options.Decoder = "cls",
+    layer: options.Layer = None,
+    rank: options.Rank = 20,
     crops: Annotated[
         int, typer.Option(min=0, help="So many random crops and flips of each image instead of the plain one.")
     ] = 0,
-    size: Annotated[
-        str | None, typer.Option(help="Crop in pixels, 224 or 224x308.", show_default="the backbone's")
-    ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Use the first so many images.", show_default="all")] = None,
-    method: Annotated[
-        Method, typer.Option(help="auto: the cheaper of exact and krylov; paper: its Algorithm 2 literally.")
-    ] = "auto",
-    precision: Annotated[Precision, typer.Option(help="Arithmetic of the products.")] = "float32",
-    device: Annotated[str, typer.Option(help="auto: the GPU where there is one.")] = "auto",
-    seed: Annotated[int, typer.Option(help="Of every crop and random probe; the same seed gives the same rows.")] = 0,
+    size: options.Size = None,
+    limit: options.Limit = None,
+    method: options.Method = "auto",
+    precision: options.Precision = "float32",
+    device: options.Device = "auto",
+    seed: options.Seed = 0,
     shard_size: Annotated[int, typer.Option(min=1, help="Rows per file: what an interruption can lose.")] = 256,
     keep_modes: Annotated[bool, typer.Option("--keep-modes", help="Store the modes too, 2 r N D bytes a row.")] = False,
-    distance: Annotated[
-        str | None, typer.Option(help="Task distance on the output: cosine, log or silog.", show_default="Euclidean")
-    ] = None,
+    distance: options.Distance = None,
     engine: Annotated[
         Literal["local", "ray"], typer.Option(help="ray: on all GPUs of a Ray cluster (pip install 'pullback[ray]').")
     ] = "local",
@@ -76,12 +48,10 @@ def targets(
         int | None, typer.Option(min=1, help="Workers of the ray engine.", show_default="one per GPU")
     ] = None,
 ) -> None:
-    """Singular values, token importance and block norms of many images, as Parquet: what heads are trained on."""
+    """Compute singular values, token importance and block norms of many images, as Parquet for training heads."""
     begun = time.perf_counter()
-    with ProgressDisplay(console(stderr=True)) as progress, reported(progress, out):
-        progress.stage("loading torch")
-        prepare()
-        refuse_scenes(model, "targets", "pullback.targets.recipe.targets_of(probe, probe.features(scenes))")
+    with running(out) as progress:
+        refuse_scenes(model, "targets", "pb.targets_of(probe, probe.features(scenes))")
         from pullback.data.sources import open_source
         from pullback.targets.compute import compute_targets
 
@@ -119,7 +89,7 @@ def targets(
 
 
 def _rows(out: Path) -> int:
-    """Rows that are in the store already; 0 where there is none, and whatever is wrong with it is said later."""
+    """Count the rows that are in the store already; 0 where there is none, or none that can be opened."""
     from pullback.errors import PullbackError
     from pullback.targets.store import TargetStore
 
@@ -130,14 +100,14 @@ def _rows(out: Path) -> int:
 
 
 def _expected(source: Source, limit: int | None, crops: int, before: int) -> int | None:
-    """Rows still to come, where the source knows its length."""
+    """Count the rows still to come, where the source knows its length."""
     if source.count is None:
         return None
     return max(0, min(source.count, limit or source.count) * max(1, crops) - before)
 
 
 def _watch(progress: ProgressDisplay, name: str, expected: int | None) -> Callable[[int], None]:
-    """A bar where the number of rows is known, a growing count where it is not."""
+    """Show a bar where the number of rows is known, a growing count where it is not."""
     done = 0
 
     def count(rows: int) -> None:
@@ -153,19 +123,18 @@ def _watch(progress: ProgressDisplay, name: str, expected: int | None) -> Callab
 
 
 def _print_summary(store: TargetStore, before: int, seconds: float) -> None:
-    screen, skipped = console(), store.skipped
-    rows = len(store)
+    """Print the size of the store, the speed of this run, and what was skipped."""
+    rows, skipped = len(store), store.skipped
     new, size = rows - before, sum(path.stat().st_size for path in store.shards)
-    products = store.products
-    screen.print(f"{rows:,} rows in {len(store.shards)} shards, {new:,} of them new", style="bold", markup=False)
+    say(f"{rows:,} rows in {len(store.shards)} shards, {new:,} of them new", "bold")
     if new:
         speed = f"{seconds:.1f} s, {new / seconds:.3g} images/s in this run"
-        screen.print(f"{speed}; {products.total:,} products per image ({store.method})", markup=False)
-    screen.print(f"{size / max(1, rows):,.0f} bytes per row, {size / 1e6:,.1f} MB in all", markup=False)
+        say(f"{speed}; {store.products.total:,} products per image ({store.method})")
+    say(f"{size / max(1, rows):,.0f} bytes per row, {size / 1e6:,.1f} MB in all")
     if skipped:
-        screen.print(f"skipped {len(skipped)} image{'s' * (len(skipped) != 1)}:", style="yellow", markup=False)
+        say(f"skipped {counted(len(skipped), 'image')}:", "yellow")
         for item in skipped[:_NAMED]:
-            screen.print(f"  {item.key}: {item.reason}", markup=False, soft_wrap=True)
+            say(f"  {item.key}: {item.reason}")
         if len(skipped) > _NAMED:
-            screen.print(f"  and {len(skipped) - _NAMED} more, all named in the store", markup=False)
-    screen.print(f"written to {store.folder}/", style="bold", markup=False, soft_wrap=True)
+            say(f"  and {len(skipped) - _NAMED} more, all named in the store")
+    say(f"written to {store.folder}/", "bold")

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from pullback.cli.common import load_any_probe, parse_layer, parse_size, prepare, refuse_scenes, reported
-from pullback.report.console import console
+from pullback.cli import options
+from pullback.cli.common import load_any_probe, parse_layer, parse_size, refuse_scenes, running, say
+from pullback.errors import PullbackError
 from pullback.report.progress import ProgressDisplay
 
 if TYPE_CHECKING:
-    from pullback.learning.fit import FitConfig
     from pullback.learning.pretrained import Pretrained
     from pullback.targets.store import TargetStore
 
@@ -27,8 +27,6 @@ Steps = Annotated[int, typer.Option(min=1, help="Optimiser steps.")]
 Batch = Annotated[int, typer.Option(min=1, help="Images per step, over all processes.")]
 Rate = Annotated[float, typer.Option(min=0.0, help="Peak learning rate.")]
 Out = Annotated[Path, typer.Option(help="Folder for the model, metrics.jsonl and the checkpoint to go on from.")]
-Seed = Annotated[int, typer.Option(help="The same seed gives the same weights.")]
-Device = Annotated[str, typer.Option(help="auto: the GPU where there is one.")]
 Arithmetic = Annotated[Literal["float32", "bf16"], typer.Option(help="Of the network in training.")]
 ValidateEvery = Annotated[int, typer.Option(min=1, help="Steps between validations and checkpoints.")]
 Patience = Annotated[
@@ -40,7 +38,7 @@ Recompute = Annotated[
 TensorBoard = Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard files too.")]
 
 
-_OF_SCENES = "pullback.targets.recipe.targets_of(probe, probe.features(scenes)) and a loop of your own over them"
+_OF_SCENES = "pb.targets_of(probe, probe.features(scenes)) and a loop of your own over them"
 
 
 @train.command()
@@ -69,11 +67,12 @@ def head(
     precision: Arithmetic = "float32",
     recompute_features: Recompute = False,
     tensorboard: TensorBoard = False,
-    seed: Seed = 0,
-    device: Device = "auto",
+    seed: options.Seed = 0,
+    device: options.Device = "auto",
 ) -> None:
-    """An importance head from stored targets. The same command goes on from its last checkpoint; torchrun works."""
+    """Train an importance head on stored targets. The same command goes on from its checkpoint; torchrun works."""
     with _run(out, device) as (progress, place):
+        from pullback.learning.fit import FitConfig
         from pullback.learning.head import ImportanceHead
         from pullback.learning.train_head import train_head
         from pullback.targets.store import TargetStore
@@ -99,7 +98,15 @@ def head(
             rank_weight=rank_weight,
             start=None if start is None else ImportanceHead.from_pretrained(start),
             keep_features=not recompute_features,
-            config=_config(steps, batch, learning_rate, validate_every, patience, precision, seed),
+            config=FitConfig(
+                steps=steps,
+                batch=batch,
+                learning_rate=learning_rate,
+                validate_every=validate_every,
+                patience=patience,
+                precision=precision,
+                seed=seed,
+            ),
             out=out,
             tensorboard=tensorboard,
             watch=_watch(progress, {"features": rows, "step": steps}),
@@ -109,19 +116,13 @@ def head(
 
 @train.command()
 def spn(
-    model: Annotated[str, typer.Argument(help="A hub id, a folder, or an embedded name (see `pullback ls`).")],
-    images: Annotated[str, typer.Option(help="Training images: a folder, a glob, a list, tars or hf://name:split.")],
+    model: options.Model,
+    images: options.Source,
     held_out: Annotated[str, typer.Option(help="Images for validation, whose exact modes are computed first.")],
     out: Out,
-    decoder: Annotated[str, typer.Option(help="cls, projection, pool, mean, depth, depth-8x8, saliency.")] = "cls",
-    layer: Annotated[
-        str | None,
-        typer.Option(
-            help="Block index; `hooks`: all layers that a dense decoder reads, side by side.",
-            show_default="the last but one",
-        ),
-    ] = None,
-    rank: Annotated[int, typer.Option(min=1, help="Of the metric.")] = 20,
+    decoder: options.Decoder = "cls",
+    layer: options.Layer = None,
+    rank: options.Rank = 20,
     width: Annotated[int, typer.Option(min=1, help="Of the network.")] = 256,
     heads: Annotated[int, typer.Option(min=1, help="Attention heads.")] = 4,
     supervision: Annotated[
@@ -132,8 +133,8 @@ def spn(
     sketch_width: Annotated[
         int | None, typer.Option(min=1, help="Columns r0 of randnla.", show_default="the rank")
     ] = None,
-    size: Annotated[str | None, typer.Option(help="Crop in pixels.", show_default="the backbone's")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Train on so many images.", show_default="all")] = None,
+    size: options.Size = None,
+    limit: options.Limit = None,
     constant_images: Annotated[
         int, typer.Option(min=0, help="Start at the best constant subspace of so many images; 0: at random.")
     ] = 0,
@@ -145,13 +146,14 @@ def spn(
     precision: Arithmetic = "float32",
     recompute_features: Recompute = False,
     tensorboard: TensorBoard = False,
-    seed: Seed = 0,
-    device: Device = "auto",
+    seed: options.Seed = 0,
+    device: options.Device = "auto",
 ) -> None:
-    """A Spectral Pullback Network, supervised by Jacobian products. The same command goes on; torchrun works."""
+    """Train a Spectral Pullback Network on Jacobian products. The same command goes on; torchrun works."""
     with _run(out, device) as (progress, place):
         refuse_scenes(model, "train spn", _OF_SCENES)
         from pullback.data.sources import open_source
+        from pullback.learning.fit import FitConfig
         from pullback.learning.train_spn import train_spn
 
         progress.stage(f"loading {model}")
@@ -172,7 +174,15 @@ def spn(
             limit=limit,
             keep_features=not recompute_features,
             constant_images=constant_images,
-            config=_config(steps, batch, learning_rate, validate_every, patience, precision, seed),
+            config=FitConfig(
+                steps=steps,
+                batch=batch,
+                learning_rate=learning_rate,
+                validate_every=validate_every,
+                patience=patience,
+                precision=precision,
+                seed=seed,
+            ),
             out=out,
             tensorboard=tensorboard,
             watch=_watch(
@@ -183,32 +193,10 @@ def spn(
         _finish(fitted, out)
 
 
-def _config(
-    steps: int,
-    batch: int,
-    learning_rate: float,
-    validate_every: int,
-    patience: int | None,
-    precision: str,
-    seed: int,
-) -> FitConfig:
-    from pullback.learning.fit import FitConfig
-
-    return FitConfig(
-        steps=steps,
-        batch=batch,
-        learning_rate=learning_rate,
-        validate_every=validate_every,
-        patience=patience,
-        precision=precision,
-        seed=seed,
-    )
-
-
 @contextmanager
 def _run(out: Path, device: str) -> Iterator[tuple[ProgressDisplay, str]]:
-    """What surrounds both commands: the progress, and the device of this process."""
-    with ProgressDisplay(console(stderr=True)) as progress, reported(progress, out), _processes(device) as place:
+    """Surround both commands: progress, messages, and the device of this process."""
+    with running(out) as progress, _processes(device) as place:
         try:
             yield progress, place
         except KeyboardInterrupt:
@@ -220,8 +208,7 @@ def _run(out: Path, device: str) -> Iterator[tuple[ProgressDisplay, str]]:
 
 @contextmanager
 def _processes(device: str) -> Iterator[str]:
-    """Join the other processes under torchrun; the device of this one."""
-    prepare()
+    """Join the other processes under torchrun; yield the device of this one."""
     import torch
 
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
@@ -238,7 +225,7 @@ def _processes(device: str) -> Iterator[str]:
 
 
 def _held_out(text: str) -> TargetStore | float:
-    from pullback.errors import PullbackError
+    """Read a share such as 0.1, or open the store of targets in a folder."""
     from pullback.targets.store import TargetStore as Store
 
     try:
@@ -254,7 +241,7 @@ _UNITS = {"features": "images", "targets": "images", "step": "steps"}
 
 
 def _watch(progress: ProgressDisplay, totals: dict[str, int | None]) -> Callable[[str, int], None]:
-    """A bar for each kind of work, one after the other."""
+    """Show a bar for each kind of work, one after the other."""
     current = ""
 
     def advance(what: str, count: int) -> None:
@@ -272,10 +259,10 @@ def _watch(progress: ProgressDisplay, totals: dict[str, int | None]) -> Callable
 
 
 def _finish(model: Pretrained, out: Path) -> None:
+    """Write the model and print its scores, in one of the processes."""
     if int(os.environ.get("RANK", "0")) != 0:
         return
     folder = model.save_pretrained(out / "model")
-    screen = console()
     for name, value in model.config.scores.items():
-        screen.print(f"{name.replace('_', ' ')}: {value:.4g}", markup=False)
-    screen.print(f"written to {folder}/", style="bold", markup=False, soft_wrap=True)
+        say(f"{name.replace('_', ' ')}: {value:.4g}")
+    say(f"written to {folder}/", "bold")

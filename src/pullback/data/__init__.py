@@ -1,4 +1,4 @@
-"""Tensors from disk."""
+"""Pictures from files to tensors: single images, streams of many, random crops."""
 
 from pullback.data.crops import Crop, random_crop, read_crop
 from pullback.data.images import (
@@ -10,6 +10,7 @@ from pullback.data.images import (
     find_images,
     iter_images,
     load_images,
+    normalised,
     read_images,
 )
 from pullback.data.sources import Source, open_source
@@ -25,6 +26,7 @@ __all__ = [
     "find_images",
     "iter_images",
     "load_images",
+    "normalised",
     "open_source",
     "random_crop",
     "read_crop",

@@ -1,11 +1,11 @@
-"""Random resized crops and flips that anybody can cut out again: drawn from a seed, the image's key and a number.
+"""Random variations of pictures, in two forms.
 
-A `Crop` holds pixels of the source image, so a training job that reads it from a table gets the very same picture.
+`random_crop` draws a box and a flip from a seed, the image's key and a number. The `Crop` is stored with what was
+computed from it, and `read_crop` cuts the very same pixels out of the file again.
 
-Random variations of pictures as tensors, many at a time and on any device.
-
-For targets that are computed anew for every picture there are no wrong variations: whatever is done to a picture, its
-geometry is measured on the result. Draws come from the CPU, so that they are the same on every device.
+`varied` changes many pictures at once, as tensors on any device: crops, colours, patches of other pictures. It keeps
+no record, so it is for targets that are computed anew from the varied picture. Its draws come from the CPU, so that
+they are the same on every device.
 """
 
 from __future__ import annotations
@@ -26,9 +26,13 @@ from pullback.data.images import PixelFormat, Unusable, centre_crop, to_rgb, upr
 from pullback.errors import PullbackError
 
 SCALE = (0.35, 1.0)
-"""Share of the image's area that a crop covers."""
+"""Share of the picture's area that a crop covers."""
 RATIO = (3 / 4, 4 / 3)
+"""Width over height of a crop."""
 _TRIES = 10
+
+
+# Crops of files, which can be cut out again
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,7 @@ def random_crop(
     scale: tuple[float, float] = SCALE,
     ratio: tuple[float, float] = RATIO,
 ) -> Crop:
-    """Crop number ``index`` of the image ``key``, whatever else is drawn before or beside it.
+    """Draw crop number ``index`` of the image ``key``; what is drawn before or beside it makes no difference.
 
     The usual recipe (Szegedy et al. 2015): area uniform in ``scale``, aspect log-uniform in ``ratio``, ten tries to fit
     it in, then the largest centred box of an allowed aspect; mirrored every other time.
@@ -69,13 +73,13 @@ def random_crop(
 
 
 def item_seed(seed: int, key: str, index: int) -> int:
-    """64 bits that depend on all three and on nothing else: not on order, batch, process or machine."""
+    """Hash the three into 64 bits: the same in any order, batch, process or machine."""
     digest = hashlib.sha256(f"{seed}\0{index}\0{key}".encode("utf-8", "surrogateescape")).digest()
     return int.from_bytes(digest[:8], "big")
 
 
 def read_crop(data: bytes, crop: Crop | None, wanted: PixelFormat) -> Tensor:
-    """[3, H, W] of an encoded image; without a crop exactly what `read_images` gives."""
+    """Decode an image and cut ``crop`` out of it, [3, H, W]; None gives the centre crop of `read_images`."""
     if crop is None:
         return wanted.tensor(centre_crop(_stream(data), wanted))
     with upright(_stream(data)) as image:
@@ -85,7 +89,7 @@ def read_crop(data: bytes, crop: Crop | None, wanted: PixelFormat) -> Tensor:
 def read_crops(
     data: bytes, wanted: PixelFormat, *, seed: int, key: str, indices: Sequence[int]
 ) -> list[tuple[Crop | None, Tensor]]:
-    """Several crops of one image, which is decoded once. Number 0 is the plain image, without a crop."""
+    """Draw and cut several crops of one image, which is decoded once. Number 0 is the plain image, without a crop."""
     if list(indices) == [0]:
         return [(None, read_crop(data, None, wanted))]
     with upright(_stream(data)) as image:
@@ -106,12 +110,15 @@ def _stream(data: bytes) -> io.BytesIO:
     return io.BytesIO(data)
 
 
+# Variations of tensors, which leave no record
+
+
 @dataclass(frozen=True)
 class Variation:
-    """How far pictures are varied. ``area`` of a crop, as a share of the picture; the others are chances per picture,
-    ``colour`` also the size of the change."""
+    """How far pictures are varied. ``area``: share of the picture that a crop covers. The others are chances per
+    picture; ``colour`` is also the size of the change."""
 
-    area: tuple[float, float] = (0.35, 1.0)
+    area: tuple[float, float] = SCALE
     colour: float = 0.0
     grey: float = 0.0
     patch: float = 0.0  # a square of another picture pasted in
@@ -128,7 +135,7 @@ STRONG = Variation(area=(0.08, 1.0), colour=0.4, grey=0.15, patch=0.35, mosaic=0
 
 
 def varied(pictures: Tensor, size: int, variation: Variation, generator: torch.Generator) -> Tensor:
-    """Pictures [B, 3, H, W] in [0, 1] -> as many varied ones [B, 3, size, size] in [0, 1]."""
+    """Vary pictures [B, 3, H, W] in [0, 1], each once: [B, 3, size, size] in [0, 1]."""
     out = _crops(pictures, size, variation.area, generator)
     if variation.colour:
         out = _coloured(out, variation.colour, generator)
@@ -142,10 +149,10 @@ def varied(pictures: Tensor, size: int, variation: Variation, generator: torch.G
 
 
 def _crops(pictures: Tensor, size: int, area: tuple[float, float], generator: torch.Generator) -> Tensor:
-    """Random boxes of aspect 3/4 to 4/3, mirrored every other time, bicubic."""
+    """Cut out a random box of each picture, bicubic, mirrored every other time."""
     count = len(pictures)
     share = area[0] + (area[1] - area[0]) * torch.rand(count, generator=generator)
-    aspect = torch.exp(_signed(count, generator) * math.log(4 / 3))
+    aspect = torch.exp(_signed(count, generator) * math.log(RATIO[1]))
     height, width = (share / aspect).sqrt().clamp(max=1), (share * aspect).sqrt().clamp(max=1)
     mirrored = torch.where(torch.rand(count, generator=generator) < 0.5, -1.0, 1.0)
     boxes = torch.zeros(count, 2, 3)
@@ -157,7 +164,7 @@ def _crops(pictures: Tensor, size: int, area: tuple[float, float], generator: to
 
 
 def _coloured(pictures: Tensor, strength: float, generator: torch.Generator) -> Tensor:
-    """Other exposure, white balance, contrast and gamma."""
+    """Change exposure, white balance, contrast and gamma of each picture."""
     count = len(pictures)
     gain = 1 + strength * _signed((count, 1, 1, 1), generator).to(pictures)
     tint = 1 + strength / 2 * _signed((count, 3, 1, 1), generator).to(pictures)
@@ -169,7 +176,7 @@ def _coloured(pictures: Tensor, strength: float, generator: torch.Generator) -> 
 
 
 def _pasted(pictures: Tensor, generator: torch.Generator) -> Tensor:
-    """The same square of the next picture in the batch, a quarter to three quarters of the side."""
+    """Paste a square of the next picture in the batch into each, a quarter to three quarters of the side long."""
     size = pictures.shape[-1]
     side = int(size * (0.25 + 0.5 * float(torch.rand((), generator=generator))))
     top, left = (int(torch.randint(size - side + 1, (), generator=generator)) for _ in range(2))
@@ -180,7 +187,7 @@ def _pasted(pictures: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _mosaics(pictures: Tensor) -> Tensor:
-    """Each picture and its three neighbours in the batch, at half the size."""
+    """Tile each picture and its three neighbours in the batch, at half the size."""
     size = pictures.shape[-1]
     half = F.interpolate(pictures, (size - size // 2, size - size // 2), mode="bilinear", antialias=True)
     upper, lower = (torch.cat([half.roll(k, 0), half.roll(k + 1, 0)], 3) for k in (0, 2))
@@ -188,9 +195,10 @@ def _mosaics(pictures: Tensor) -> Tensor:
 
 
 def _chosen(pictures: Tensor, chance: float, generator: torch.Generator) -> Tensor:
+    """Choose pictures at random, [B, 1, 1, 1] bool."""
     return (torch.rand(len(pictures), 1, 1, 1, generator=generator) < chance).to(pictures.device)
 
 
 def _signed(shape: int | tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Uniform in [-1, 1)."""
+    """Draw uniformly from [-1, 1)."""
     return 2 * torch.rand(shape, generator=generator) - 1

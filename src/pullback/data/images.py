@@ -1,7 +1,8 @@
 """Images from disk to one normalised batch: resize the short side, crop the centre, scale to [0, 1], normalise.
 
 The steps are those of the ImageNet evaluation protocol (resize to 256, crop 224) at any size, done with Pillow alone.
-A file that cannot be used never stops the others: it is skipped and named with a reason.
+A file that cannot be used never stops the others: it is skipped, and the batch names it with a reason. Other readers
+of pictures (crops, views of scenes) are built from the same parts: `upright`, `to_rgb`, `to_tensor`, `normalised`.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ ImageSource: TypeAlias = "PathLike | Sequence[PathLike]"
 
 @dataclass(frozen=True)
 class PixelFormat:
-    """What a backbone wants to see: (height, width), per-channel mean and std of RGB in [0, 1], Pillow's filter."""
+    """The pixels that a backbone expects: (height, width), mean and std of RGB in [0, 1], Pillow's resize filter."""
 
     size: tuple[int, int]
     mean: tuple[float, ...] = IMAGENET_MEAN
@@ -55,23 +56,21 @@ class PixelFormat:
         std: Sequence[float] = IMAGENET_STD,
         interpolation: str = "bicubic",
     ) -> PixelFormat:
-        """Checked; an int is the side of a square."""
+        """Check the values and build the format; an int ``size`` is the side of a square."""
         if not hasattr(Image.Resampling, interpolation.upper()):
             names = ", ".join(choice.name.lower() for choice in Image.Resampling)
             raise ImageError(f"interpolation={interpolation!r}: expected one of {names}.")
         if len(mean) != 3 or len(std) != 3 or min(std) <= 0:
             raise ImageError(f"mean={tuple(mean)}, std={tuple(std)}: expected three numbers each, std positive.")
-        return cls(_checked_size(size), tuple(mean), tuple(std), interpolation)
+        return cls(checked_size(size), tuple(mean), tuple(std), interpolation)
 
     @property
     def resample(self) -> Image.Resampling:
         return Image.Resampling[self.interpolation.upper()]
 
     def tensor(self, rgb: Image.Image) -> Tensor:
-        """[3, H, W], normalised, float32."""
-        mean, std = (torch.tensor(values, dtype=torch.float32).view(3, 1, 1) for values in (self.mean, self.std))
-        pixels = torch.from_numpy(np.array(rgb)).permute(2, 0, 1).float() / 255  # [3, H, W]
-        return ((pixels - mean) / std).contiguous()
+        """Convert an RGB picture of the right size to normalised float32 [3, H, W]."""
+        return normalised(to_tensor(rgb), self.mean, self.std).contiguous()
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,7 @@ class SkippedImage:
 
 @dataclass(frozen=True, eq=False)
 class ImageBatch:
-    """What came out of reading: `pixels[i]` is the image at `paths[i]`; `skipped` names the files left out."""
+    """Images read from files: `pixels[i]` is the image at `paths[i]`; `skipped` names the files left out."""
 
     pixels: Tensor  # [B, 3, H, W]
     paths: tuple[Path, ...]
@@ -226,11 +225,11 @@ def _stream(
 
 
 class Unusable(Exception):
-    """A reason of our own to skip a file."""
+    """Raised when a file is readable but is skipped on purpose; the message is the reason."""
 
 
 def reason_of(error: Exception) -> str:
-    """Why an image was skipped, in words."""
+    """Describe in words why an image was skipped."""
     if isinstance(error, Unusable):
         return str(error)
     if isinstance(error, Image.DecompressionBombError | Image.DecompressionBombWarning):
@@ -241,7 +240,7 @@ def reason_of(error: Exception) -> str:
 
 
 def centre_crop(file: Path | BinaryIO, wanted: PixelFormat) -> Image.Image:
-    """Open, turn upright, convert to RGB, resize and crop; the size in the header is checked before decoding."""
+    """Open an image, turn it upright, convert it to RGB, resize and crop; its size is checked before decoding."""
     with upright(file) as image:
         scaled = _scaled_size(image.width, image.height, wanted.size)
         _check_pixels(*scaled, "would have, once resized,")
@@ -255,7 +254,7 @@ def centre_crop(file: Path | BinaryIO, wanted: PixelFormat) -> Image.Image:
 
 @contextmanager
 def upright(file: Path | BinaryIO) -> Iterator[Image.Image]:
-    """An image turned by its EXIF orientation, not converted; a bomb is refused by its header."""
+    """Open an image and turn it by its EXIF orientation; one with too many pixels is refused before decoding."""
     with Image.open(file, formats=_FORMATS) as image:
         _check_pixels(image.width, image.height, "has")
         yield ImageOps.exif_transpose(image)
@@ -276,6 +275,7 @@ def _scaled_size(width: int, height: int, crop: tuple[int, int]) -> tuple[int, i
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
+    """Convert a picture of any mode to 8-bit RGB; 16-bit gray is scaled, alpha is dropped."""
     if image.mode.startswith("I"):  # 16-bit gray; Pillow's own conversion clips at 255 or depends on its version
         values = np.asarray(image).astype(np.int64).clip(0, 65535)
         image = Image.fromarray(np.rint(values / 257).astype(np.uint8))
@@ -286,9 +286,21 @@ def to_rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def _checked_size(size: int | tuple[int, int]) -> tuple[int, int]:
+def to_tensor(rgb: Image.Image) -> Tensor:
+    """Convert an RGB picture to float32 [3, H, W] in [0, 1]."""
+    return torch.from_numpy(np.array(rgb)).permute(2, 0, 1).float() / 255
+
+
+def normalised(rgb: Tensor, mean: Sequence[float] = IMAGENET_MEAN, std: Sequence[float] = IMAGENET_STD) -> Tensor:
+    """Subtract the mean of pictures [..., 3, H, W] in [0, 1] and divide by std, ImageNet's unless told otherwise."""
+    centre, spread = (rgb.new_tensor(values).view(3, 1, 1) for values in (mean, std))
+    return (rgb - centre) / spread
+
+
+def checked_size(size: int | tuple[int, int]) -> tuple[int, int]:
+    """Return (height, width) of a side in pixels or a pair of them; refuse anything else."""
     sides = tuple(size) if isinstance(size, tuple | list) else (size, size)
-    if len(sides) != 2 or not all(isinstance(side, int) and side > 0 for side in sides):
+    if len(sides) != 2 or not all(isinstance(side, int) and not isinstance(side, bool) and side > 0 for side in sides):
         raise ImageError(f"size={size!r}: expected a positive number of pixels or (height, width), such as 224.")
     return sides
 

@@ -1,8 +1,8 @@
-"""Where images come from: folders, lists, webdataset tars, Hugging Face datasets, behind one stream of items.
+"""Sources of images: folders, lists, webdataset tars and Hugging Face datasets, read as one stream of items.
 
-An item is a stable key and the way to its bytes. It is small and can be sent to another process, whichever folder that
-runs in; nothing is read before ``item.read()``. A damaged archive is an item that cannot be read, so it is recorded
-like any unreadable image.
+An item is a stable key and the place of its bytes. It is small and can be sent to another process, whatever that
+process's current folder; nothing is read before ``item.read()``. A damaged archive becomes an item that cannot be
+read, so it is recorded like any unreadable image.
 """
 
 from __future__ import annotations
@@ -32,18 +32,20 @@ _BRACES = re.compile(r"\{([^{}]*)\}")
 
 
 class ImageItem(Protocol):
-    """One image: ``key`` names it among all of its source, the same on every machine."""
+    """One image of a source. ``key`` names it, the same on every machine."""
 
     @property
     def key(self) -> str: ...
 
     def read(self) -> bytes:
-        """The encoded image."""
+        """Read the encoded image."""
         ...
 
 
 @dataclass(frozen=True)
 class FileItem:
+    """An image file."""
+
     key: str
     path: str
 
@@ -53,7 +55,7 @@ class FileItem:
 
 @dataclass(frozen=True)
 class TarItem:
-    """A member of an uncompressed tar, found again by its place in the file."""
+    """A member of an uncompressed tar, read from its place in the file."""
 
     key: str
     path: str
@@ -71,6 +73,8 @@ class TarItem:
 
 @dataclass(frozen=True)
 class DatasetItem:
+    """A row of a Hugging Face dataset."""
+
     key: str
     dataset: str
     split: str | None
@@ -86,6 +90,8 @@ class DatasetItem:
 
 @dataclass(frozen=True)
 class BrokenItem:
+    """Something that cannot be read, such as the rest of a damaged archive; ``read`` raises the reason."""
+
     key: str
     reason: str
 
@@ -95,7 +101,7 @@ class BrokenItem:
 
 @dataclass(frozen=True)
 class Source:
-    """``name`` as it was asked for; ``count`` where it is known without reading through everything."""
+    """A stream of items. ``name``: as it was asked for; ``count``: None where it takes a full read to know."""
 
     name: str
     items: Callable[[], Iterator[ImageItem]]
@@ -106,7 +112,7 @@ class Source:
 
 
 def open_source(path: ImageSource | Source) -> Source:
-    """A source by its name, lazily: only names are looked at.
+    """Open a source by its name. Only names are looked at; images are read later, item by item.
 
     - an image, a folder (recursive, as `read_images` has it) or a glob; keys are paths relative to it
     - a text file (.txt, .lst, .list) with a path per line, relative to the file's folder; keys are the lines
@@ -203,7 +209,7 @@ def _is_image(member: str) -> bool:
 
 
 def _expand_tars(pattern: str) -> list[Path]:
-    """Braces as in the shell ({000..127}, {a,b}), then wildcards."""
+    """Expand braces as the shell does ({000..127}, {a,b}), then wildcards; refuse names without a file."""
     found: list[Path] = []
     for name in _expand_braces(pattern):
         path = Path(name).expanduser()
@@ -228,7 +234,7 @@ def _expand_braces(pattern: str) -> list[str]:
 
 
 def _fixed_part(pattern: str) -> Path:
-    """The folder before the first wildcard or brace."""
+    """Return the folder before the first wildcard or brace."""
     parts = Path(pattern).expanduser().parts[:-1]
     return Path(*itertools.takewhile(lambda part: not any(sign in part for sign in "*?[{"), parts))
 
@@ -253,7 +259,7 @@ def _hugging_face(name: str, shown: str | None = None) -> Source:
 
 @lru_cache(maxsize=4)
 def _dataset(name: str, split: str | None) -> tuple[Any, str]:
-    """The rows and the name of the column with the images, not decoded; opened once per process."""
+    """Open a dataset, once per process; return its rows and the name of the column with the encoded images."""
     try:
         import datasets
     except ImportError:

@@ -1,8 +1,8 @@
 """What is measured of an output: a task distance behind the decoder, or an output metric in front of the Jacobian.
 
 A task distance delta with delta(a, b) = |d(a) - d(b)| is given by its map y -> d(y), which is composed with the
-decoder, and J becomes the Jacobian of d(decoder). Users may pass any function [B, ...] -> [B, ...]; docs/distances.md
-shows LPIPS as one.
+decoder, and J becomes the Jacobian of d(decoder). Users may pass any function [B, ...] -> [B, ...];
+docs/guide/probes.md shows LPIPS as one.
 
 An output metric H = L L^T makes the pullback J^T H J, which is the Euclidean one of L^T J. (The paper writes LJ, which
 is right only for symmetric L: with H = L L^T, J^T H J = (L^T J)^T (L^T J).) L is any M x k factor, so H may be

@@ -4,22 +4,80 @@
     depth       100 sqrt(mean d^2 - lambda (mean d)^2),   d = log a - log b      (SILog)
     other maps  100 |a - b| / |b|
 
-Everything is computed in float64: a model that keeps nearly all of its tokens changes in the last digits of float32.
-
-Errors of predicted depth, per image.
+`degradation` chooses the one that suits an output. Everything is computed in float64: a model that keeps nearly all of
+its tokens changes in the last digits of float32. `depth_errors` compares depth with the truth instead.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from pullback.errors import PullbackError, ShapeError
 
+Measure = Literal["cosine", "silog", "relative_l2"]
 LOG_FLOOR = 1e-3
 """Depth heads end in a ReLU, so log needs a floor: this share of the median of the unchanged prediction."""
+SECOND_WEIGHT = 0.85
+"""The lambda of SILog that is reported beside 1."""
+_EMBEDDINGS = ("image_embeds", "pooler_output")  # of the outputs of models, before their depth maps
+
+
+@dataclass(frozen=True)
+class Degradation:
+    """How much worse the output of each image became, times 100; the smaller the better, NaN where it has no error."""
+
+    measure: Measure
+    value: Tensor  # [B]
+    beside: dict[str, Tensor] = field(default_factory=dict)  # of SILog also ``value_085`` and ``floored``, [B] each
+
+    def rows(self) -> list[dict[str, float | None]]:
+        """Return the numbers of each image by name; None for what is not finite, which JSON cannot hold."""
+        columns = {"value": self.value, **self.beside}
+        lists = {name: [_finite(value) for value in values.tolist()] for name, values in columns.items()}
+        return [dict(zip(lists, row, strict=True)) for row in zip(*lists.values(), strict=True)]
+
+
+def degradation(pruned: Any, full: Any, *, depth: bool = False) -> Degradation:
+    """Measure how far the output of a changed model is from that of the unchanged one, image by image.
+
+    Both are tensors [B, ...], ``depth`` maps or not, or outputs of a model with an embedding or a predicted depth.
+    """
+    measure, reference = _readable(full, depth)
+    _, changed = _readable(pruned, depth)
+    if measure == "cosine":
+        return Degradation(measure, cosine_degradation(changed, reference))
+    if measure == "relative_l2":
+        return Degradation(measure, relative_l2(changed, reference))
+    errors, second = silog(changed, reference), silog(changed, reference, weight=SECOND_WEIGHT)
+    return Degradation(measure, errors.error, {"value_085": second.error, "floored": errors.floored})
+
+
+def measure_of(output: Any, *, depth: bool = False) -> Measure:
+    """Return how `degradation` measures such an output."""
+    return _readable(output, depth)[0]
+
+
+def _readable(output: Any, depth: bool) -> tuple[Measure, Tensor]:
+    """Return the measure for an output, and the tensor that it is taken of."""
+    if isinstance(output, Tensor):
+        return "silog" if depth else "cosine" if output.ndim == 2 else "relative_l2", output
+    for name in _EMBEDDINGS:
+        if isinstance(getattr(output, name, None), Tensor):
+            return "cosine", getattr(output, name)
+    if isinstance(getattr(output, "predicted_depth", None), Tensor):
+        return "silog", output.predicted_depth
+    raise PullbackError(
+        f"degrade: {type(output).__name__} has neither an embedding nor a depth map; pass a function of both outputs."
+    )
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,7 @@ def _patch_energy(folder: Path, layer: str) -> np.ndarray:
 
 def _pictures(scenes: SceneBatch) -> np.ndarray:
     """uint8 [B, H, W, 3]."""
-    return _array((scenes.rgb[:, 0] * 255).round().byte().permute(0, 2, 3, 1))
+    return _array(scenes.pictures()[:, 0])
 
 
 def _array(values: Tensor) -> np.ndarray:

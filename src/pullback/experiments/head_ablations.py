@@ -89,8 +89,8 @@ PAPER: dict[str, str] = {
         "No rho stated. Here 250 to 2,000."
     ),
 }
-"""What the paper found. It reports E.2 to E.4 as degradation under pruning, which a later issue adds: rho stands alone
-here, and ``paper_rho`` is None."""
+"""What the paper found. It reports E.2 to E.4 as degradation under pruning and these rows report rho, so
+``paper_rho`` is None."""
 
 
 def run_ablation(

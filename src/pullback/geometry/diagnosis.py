@@ -26,7 +26,7 @@ from torch import Tensor
 from pullback.errors import ImageError, RankError
 from pullback.geometry.spectrum import Probe, Sketched, as_token_maps, output_size, sketch_in_batches
 from pullback.operators import JacobianOperator, LinearOperator, LowRankMetric, ProductCount
-from pullback.randnla import Streams, block_krylov, effective_rank_from_spectrum
+from pullback.randnla import Estimate, Sketch, Streams, block_krylov, effective_rank_from_spectrum
 from pullback.randnla.orthonormal import qr_basis
 from pullback.randnla.student import student_quantile
 from pullback.tokens import TokenLayout
@@ -110,14 +110,31 @@ def coefficient_of_variation(modes: Tensor, tokens: Tensor | None = None) -> Ten
     ``tokens`` [N] bool restricts t, for instance to the patch tokens. Modes that are zero there (of vanishing singular
     values) are left out of the mean; a single token has CV 0.
     """
+    each, alive = _cv_of_each(modes, tokens)
+    return each.sum(-1) / alive.sum(-1).clamp_min(1)
+
+
+def change_of_cv(modes: Tensor, earlier: Tensor, tokens: Tensor | None = None) -> Tensor:
+    """How much the CV of ``modes`` [B, r, N, D] may still be off, judged by what led to them from ``earlier``: [B].
+
+    sqrt(sum_j d_j^2) / r with the changes d_j of each mode's CV, which have no common sign. (The change of their mean
+    alone can vanish by chance: the truth then lies outside of twice of it in up to one of four cases.)
+    """
+    each, alive = _cv_of_each(modes, tokens)
+    changes = each - _cv_of_each(earlier, tokens)[0]
+    return changes.norm(dim=-1) / alive.sum(-1).clamp_min(1)
+
+
+def _cv_of_each(modes: Tensor, tokens: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The CV of each mode, 0 where the mode is zero, and whether it is not: [B, r] both."""
     norms = modes.norm(dim=-1).double()
     if tokens is not None:
         norms = norms[..., tokens.to(norms.device)]
-    if norms.shape[-1] < 2:
-        return norms.new_zeros(len(norms))
     mean = norms.mean(-1)
     alive = mean > 0
-    return (norms.std(-1) / torch.where(alive, mean, 1.0)).sum(-1) / alive.sum(-1).clamp_min(1)
+    if norms.shape[-1] < 2:
+        return torch.zeros_like(mean), alive
+    return norms.std(-1) / torch.where(alive, mean, 1.0), alive
 
 
 def null_cv(dim: int) -> float:
@@ -133,7 +150,8 @@ def null_cv(dim: int) -> float:
 @dataclass(frozen=True)
 class Summary:
     """``std`` is between samples (n-1), ``se`` of their mean: from that spread, which contains the estimation error, or
-    for a single sample its own error. ``estimation_se`` is the part that more products would remove."""
+    for a single sample its own error. ``estimation_se`` is the part that more products, or a higher precision, would
+    remove; NaN if the estimates carry no error of their own."""
 
     mean: float
     std: float
@@ -159,7 +177,8 @@ def summarize(pairs: Sequence[tuple[float, float]]) -> Summary:
     if count == 1:
         return Summary(mean, 0.0, own, own, 1)
     std = math.sqrt(sum((value - mean) ** 2 for value, _ in pairs) / (count - 1))
-    return Summary(mean, std, max(std / math.sqrt(count), own), own, count)
+    spread = std / math.sqrt(count)
+    return Summary(mean, std, spread if math.isnan(own) else max(spread, own), own, count)
 
 
 @dataclass(frozen=True)
@@ -214,13 +233,13 @@ def join_tables(tables: Sequence[tuple[ConvergenceRow, ...]]) -> tuple[Convergen
 
 @dataclass(frozen=True)
 class SampleDiagnosis:
-    """One sample. Pairs are (value, standard error)."""
+    """One sample. Pairs are (value, standard error); an error that is NaN is not known."""
 
     kappa: dict[int, tuple[float, float]]  # rank -> kappa_cap(rank)
-    r_eff_trunc: float
+    r_eff_trunc: tuple[float, float]
     r_eff_slq: tuple[float, float]
-    cv: float
-    cv_patches: float
+    cv: tuple[float, float]
+    cv_patches: tuple[float, float]
     r90: tuple[int, bool]  # (rank, it is only a lower bound)
     gradient_signal_ratio: float
     energy: tuple[float, float]  # |J|_F^2
@@ -268,15 +287,15 @@ class Tractability:
 
     @property
     def cv(self) -> Summary:
-        return summarize([(sample.cv, 0.0) for sample in self.samples])
+        return summarize([sample.cv for sample in self.samples])
 
     @property
     def cv_patches(self) -> Summary:
-        return summarize([(sample.cv_patches, 0.0) for sample in self.samples])
+        return summarize([sample.cv_patches for sample in self.samples])
 
     @property
     def r_eff_trunc(self) -> Summary:
-        return summarize([(sample.r_eff_trunc, 0.0) for sample in self.samples])
+        return summarize([sample.r_eff_trunc for sample in self.samples])
 
     @property
     def r_eff_slq(self) -> Summary:
@@ -284,8 +303,7 @@ class Tractability:
 
     @property
     def tail_ratio(self) -> Summary:
-        pairs = [(s.r_eff_slq[0] / s.r_eff_trunc, s.r_eff_slq[1] / s.r_eff_trunc) for s in self.samples]
-        return summarize(pairs)
+        return summarize([_quotient(sample.r_eff_slq, sample.r_eff_trunc) for sample in self.samples])
 
     @property
     def r90(self) -> tuple[int, bool]:
@@ -358,6 +376,7 @@ def diagnose(
         batch_size=batch_size,
         method=method,
         rtol=rtol,
+        with_earlier=True,
         **knobs,
     ):
         modes = as_token_maps(part.sketch.right, features.shape[1:])
@@ -378,7 +397,7 @@ def diagnose(
     summary = {
         "kappa": summarize([s.kappa[first] for s in samples]).mean,
         "effective_rank": summarize([s.r_eff_slq for s in samples]).mean,
-        "cv": summarize([(s.cv, 0.0) for s in samples]).mean,
+        "cv": summarize([s.cv for s in samples]).mean,
     }
     return Tractability(
         probe=probe.name,
@@ -422,35 +441,69 @@ def _diagnose_batch(
 ) -> list[SampleDiagnosis]:
     sketch, first = part.sketch, ranks[0]
     assert sketch.effective_rank is not None
-    cv = coefficient_of_variation(modes[:, :first])
-    cv_patches = coefficient_of_variation(modes[:, :first], layout.patch_mask())
-    trunc = effective_rank_from_spectrum(sketch.singular_values[:, :first])
     inputs = math.prod(modes.shape[2:])
     signal = sketch.singular_values[:, 0].double().square() * inputs / sketch.total.value
     known = sketch.singular_values if sketch.spectrum is None else sketch.spectrum
     captured = known.double().square().cumsum(1) / sketch.total.value[:, None]
-    columns = {
-        "kappa": (sketch.kappa.value.tolist(), sketch.kappa.se.tolist()),
-        "slq": (sketch.effective_rank.value.tolist(), sketch.effective_rank.se.tolist()),
-        "energy": (sketch.total.value.tolist(), sketch.total.se.tolist()),
-    }
-    lists = {"cv": cv.tolist(), "patches": cv_patches.tolist(), "trunc": trunc.tolist(), "gsr": signal.tolist()}
-    values = sketch.singular_values.tolist()
+    kappa = {r: _pairs(Estimate(sketch.kappa.value[:, r - 1], sketch.kappa.se[:, r - 1])) for r in ranks}
+    whole, energy = _pairs(sketch.effective_rank), _pairs(sketch.total)
+    trunc = _pairs(_leading_effective_rank(sketch, first))
+    cv, cv_patches = (_pairs(_cv(sketch, modes[:, :first], mask)) for mask in (None, layout.patch_mask()))
+    values, signals = sketch.singular_values.tolist(), signal.tolist()
     return [
         SampleDiagnosis(
-            kappa={r: (columns["kappa"][0][i][r - 1], columns["kappa"][1][i][r - 1]) for r in ranks},
-            r_eff_trunc=lists["trunc"][i],
-            r_eff_slq=(columns["slq"][0][i], columns["slq"][1][i]),
-            cv=lists["cv"][i],
-            cv_patches=lists["patches"][i],
+            kappa={r: kappa[r][i] for r in ranks},
+            r_eff_trunc=trunc[i],
+            r_eff_slq=whole[i],
+            cv=cv[i],
+            cv_patches=cv_patches[i],
             r90=_rank_for(captured[i], 0.90),
-            gradient_signal_ratio=lists["gsr"][i],
-            energy=(columns["energy"][0][i], columns["energy"][1][i]),
+            gradient_signal_ratio=signals[i],
+            energy=energy[i],
             singular_values=tuple(values[i]),
             products=sketch.products,
         )
         for i in range(len(modes))
     ]
+
+
+def _leading_effective_rank(sketch: Sketch, rank: int) -> Estimate:
+    """exp(H) [B] of the first ``rank`` singular values; its error is what the last Krylov block changed."""
+    value = effective_rank_from_spectrum(sketch.singular_values[:, :rank])
+    change = _unknown_or_zero(sketch, value)
+    if sketch.earlier is not None:
+        change = value - effective_rank_from_spectrum(sketch.earlier[0][:, :rank])
+    return Estimate.of(value, change.abs(), round_off=sketch.round_off)
+
+
+def _cv(sketch: Sketch, modes: Tensor, tokens: Tensor | None) -> Estimate:
+    """CV [B] of modes [B, r, N, D]; its error is what the last Krylov block changed.
+
+    Modes whose singular values agree to within round-off are any basis of what they span, and so is their CV.
+    """
+    value = coefficient_of_variation(modes, tokens)
+    change = _unknown_or_zero(sketch, value)
+    if sketch.earlier is not None:
+        earlier = as_token_maps(sketch.earlier[1][..., : modes.shape[1]], modes.shape[2:])
+        change = change_of_cv(modes, earlier, tokens)
+    return Estimate.of(value, change, round_off=sketch.round_off)
+
+
+def _unknown_or_zero(sketch: Sketch, value: Tensor) -> Tensor:
+    """The error without an earlier sketch: none but round-off if J is known exactly. The paper's power iteration stops
+    after a fixed number of rounds and cannot tell how far its columns are from singular vectors: NaN."""
+    return torch.full_like(value, math.nan if sketch.method == "paper" else 0.0)
+
+
+def _pairs(estimate: Estimate) -> list[tuple[float, float]]:
+    return list(zip(estimate.value.tolist(), estimate.se.tolist(), strict=True))
+
+
+def _quotient(above: tuple[float, float], below: tuple[float, float]) -> tuple[float, float]:
+    """The quotient of two (value, standard error), as such a pair; an error below that is not known is left out."""
+    value = above[0] / below[0]
+    known = 0.0 if math.isnan(below[1]) else below[1]
+    return value, math.hypot(above[1] / below[0], value * known / below[0])
 
 
 def _rank_for(captured: Tensor, share: float) -> tuple[int, bool]:

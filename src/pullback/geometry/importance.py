@@ -53,16 +53,22 @@ def block_norms(
         exactly = _block_energies(known.pulled, tokens).sum(-1)
     samples = _block_energies(pulled, tokens)
     return BlockNorms(
-        squared=Estimate.from_samples(samples, exactly),
-        total=Estimate.from_samples(samples.sum(1), exactly.sum(1)),
+        squared=Estimate.from_samples(samples, exactly, round_off=op.round_off),
+        total=Estimate.from_samples(samples.sum(1), exactly.sum(1), round_off=op.round_off),
     )
 
 
-def exact_block_norms(column_energies: Tensor, tokens: int) -> BlockNorms:
-    """From the squared norms [B, N*D] of all columns of J, which the exact route has at hand."""
+def exact_block_norms(column_energies: Tensor, tokens: int, *, round_off: float) -> BlockNorms:
+    """Block norms from the squared norms [B, N*D] of all columns of J, which the exact route has at hand.
+
+    ``round_off``: of the operator whose columns these are.
+    """
     _check_tokens(tokens, column_energies.shape[-1])
     squared = column_energies.double().unflatten(-1, (tokens, -1)).sum(-1)
-    return BlockNorms(Estimate.exact(squared), Estimate.exact(squared.sum(-1)))
+    return BlockNorms(
+        squared=Estimate.exact(squared, round_off=round_off),
+        total=Estimate.exact(squared.sum(-1), round_off=round_off),
+    )
 
 
 def _block_energies(columns: Tensor, tokens: int) -> Tensor:

@@ -67,7 +67,8 @@ def _multiplicity(
     left_out = _k_eff((inner.sum(1, keepdim=True) - inner) / (num_probes - 1))  # [1, m]
     value = num_probes * every - (num_probes - 1) * left_out.mean(1)
     spread = (left_out - left_out.mean(1, keepdim=True)).square().sum(1) * (num_probes - 1) / num_probes
-    return Estimate.of(value.clamp(1, layers), student_scale(num_probes) * spread.sqrt())
+    se = student_scale(num_probes) * spread.sqrt()
+    return Estimate.of(value.clamp(1, layers), se, round_off=op.round_off)
 
 
 def _k_eff(inner: Tensor) -> Tensor:

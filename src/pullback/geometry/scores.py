@@ -22,14 +22,9 @@ from pullback.geometry.importance import block_norms
 from pullback.geometry.spectrum import as_token_maps, finite_products, in_batches, samples_that_fit
 from pullback.operators import JacobianOperator, LinearOperator, LowRankMetric, check_sensitive
 from pullback.probes import Features, ProbeMap
-from pullback.randnla import Streams, block_krylov, exact_svd, output_krylov
-from pullback.randnla.svd import check_rank, default_block
+from pullback.randnla import Streams, choose_method, leading_modes
 from pullback.tokens import TokenLayout
 
-METHODS = ("auto", "exact", "krylov")
-_USUAL_DEPTH = 8
-_MAX_DENSE_BYTES = 2e9
-"""Of the dense J of one sample: a constant, so that every machine takes the same route."""
 _IDENTITY_CHUNK = 64
 
 
@@ -56,8 +51,8 @@ def exact_importance(
 ) -> TokenScore:
     """imp* by the Jacobian itself.
 
-    ``method``: "exact" (min(M, N D) products, no sampling), "krylov" (until the energies are accurate to ``rtol``) or
-    "auto", whichever takes fewer products. Every image uses the same ``seed``, so its score is its own.
+    ``method``: see `randnla.modes`; "krylov" goes on until the energies are accurate to ``rtol``. Every image uses the
+    same ``seed``, so its score is its own.
     """
     metric_at = _metric(probe, rank, method, rtol, seed)
 
@@ -74,7 +69,7 @@ def exact_modes(
     metric_at = _metric(probe, rank, method, rtol, seed)
 
     def modes(tokens: Tensor, context: Context) -> Tensor:
-        return scaled_modes(metric_at(tokens, context))
+        return metric_at(tokens, context).token_factors().transpose(1, 2)
 
     return modes
 
@@ -93,29 +88,6 @@ def exact_block_norms(probe: ProbeMap, num_probes: int | None = None, *, seed: i
         return energies.clamp_min(0).sqrt()
 
     return score
-
-
-def metric_importance(spn: Callable[[Tensor], LowRankMetric]) -> TokenScore:
-    """imp_theta of a network that predicts the metric from the tokens alone."""
-
-    def score(tokens: Tensor, context: Context) -> Tensor:
-        return _predicted(spn, tokens).importance()
-
-    return score
-
-
-def metric_modes(spn: Callable[[Tensor], LowRankMetric]) -> TokenModes:
-    """sqrt(lambda_j) u_j [B, r, N, D] of such a network."""
-
-    def modes(tokens: Tensor, context: Context) -> Tensor:
-        return scaled_modes(_predicted(spn, tokens))
-
-    return modes
-
-
-def scaled_modes(metric: LowRankMetric) -> Tensor:
-    """sigma_j v_j [B, r, N, D] of a metric: what Q_a of `eq:dtask` is made of."""
-    return metric.energies.clamp_min(0).sqrt()[..., None, None] * metric.modes
 
 
 def block_energies(op: LinearOperator, tokens: int) -> Tensor:
@@ -143,14 +115,13 @@ def block_energies(op: LinearOperator, tokens: int) -> Tensor:
 def _metric(
     probe: ProbeMap, rank: int, method: str, rtol: float, seed: int
 ) -> Callable[[Tensor, Context], LowRankMetric]:
-    if method not in METHODS:
-        raise PullbackError(f"method: expected one of {', '.join(METHODS)}, got {method!r}.")
+    choose_method(method, 1, 1, rank)  # refuses unknown names before anything is computed
     _check_probe(probe)
 
     def metric_at(tokens: Tensor, context: Context) -> LowRankMetric:
         def work(op: JacobianOperator, shape: torch.Size, streams: Streams) -> tuple[Tensor, Tensor]:
-            values, right = _leading(op, rank, method, rtol, streams)
-            return values, as_token_maps(right, shape)
+            svd = leading_modes(op, rank, method=method, rtol=rtol, streams=streams).svd
+            return svd.singular_values, as_token_maps(svd.right, shape)
 
         parts = _per_part(probe, tokens, context, work, seed, rank)
         values, modes = (torch.cat(part) for part in zip(*parts, strict=True))
@@ -158,21 +129,6 @@ def _metric(
         return LowRankMetric(modes, values.square())
 
     return metric_at
-
-
-def _leading(op: LinearOperator, rank: int, method: str, rtol: float, streams: Streams) -> tuple[Tensor, Tensor]:
-    """sigma [B, r] and V [B, N D, r]."""
-    check_rank(op, rank)
-    if method == "auto":
-        cheaper = min(op.rows, op.cols) <= 2 * default_block(rank) * _USUAL_DEPTH
-        method = "exact" if cheaper and op.rows * op.cols * op.dtype.itemsize <= _MAX_DENSE_BYTES else "krylov"
-    if method == "exact":
-        svd = exact_svd(op, rank)
-    elif op.rows <= op.cols:
-        svd, _ = output_krylov(op, rank, rtol=rtol, streams=streams)
-    else:
-        svd = block_krylov(op, rank, rtol=rtol, streams=streams)
-    return svd.singular_values, svd.right
 
 
 def _per_part(probe: ProbeMap, tokens: Tensor, context: Context, work: Callable, seed: int, rank: int = 20) -> list:
@@ -219,17 +175,6 @@ def _features(probe: ProbeMap, tokens: Tensor, context: Context) -> Tensor:
         )
     constants = {layer: constant.to(tokens) for layer, constant in below.items() if constant is not None}
     return Features.attach(tokens, context.layout, constants)
-
-
-def _predicted(spn: Callable[[Tensor], LowRankMetric], tokens: Tensor) -> LowRankMetric:
-    with torch.no_grad():
-        metric = spn(tokens)
-    if metric.modes.shape[2:] != tokens.shape[1:]:
-        raise ShapeError(
-            f"spn: expected modes on the tokens themselves, [B, r, {tokens.shape[1]}, {tokens.shape[2]}], got "
-            f"{list(metric.modes.shape)}: a metric of another (latent) space does not score tokens."
-        )
-    return metric
 
 
 def _check_probe(probe: ProbeMap) -> None:

@@ -123,8 +123,6 @@ def token_importance(spectrum: Spectrum) -> Tensor:
 
 # On a CPU a few samples already fill the cores; on a GPU more of them hide the launches.
 MAX_SAMPLES = {"cpu": 2, "cuda": 64}
-DENSE_SHARE = 0.15
-"""The part of free memory that the dense J of one sample may take."""
 
 _Result = TypeVar("_Result")
 
@@ -173,13 +171,10 @@ def sketch_in_batches(
     Each sample has its own random stream, so results do not depend on the batch size (with ``rtol``, only within it:
     probes are added for a batch as a whole)."""
     size = checked_batch_size(batch_size) or samples_that_fit(probe, features, rank)
-    dense_share = DENSE_SHARE * free_bytes(features.device)
 
     def work(part: Tensor, first: int) -> Sketched:
         streams = Streams.from_seed(seed, len(part), part.device, first)
-        # 'auto' must choose alike for every batch size, so the limit grows with the batch
-        limit = dense_share * len(part)
-        return Sketched(first, _sketch(probe, part, first, rank, precision, limit, streams, knobs))
+        return Sketched(first, _sketch(probe, part, first, rank, precision, streams, knobs))
 
     return in_batches(work, features, size)
 
@@ -219,14 +214,13 @@ def _sketch(
     first: int,
     rank: int,
     precision: str,
-    limit: float,
     streams: Streams,
     knobs: dict[str, Any],
 ) -> Sketch:
     """A function of its own, so that the operator is gone before the next batch is linearised."""
     operator = JacobianOperator(probe, part, precision=precision)
     with finite_products(operator, streams, first):
-        result = sketch(operator, rank, max_dense_bytes=limit, streams=streams, **knobs)
+        result = sketch(operator, rank, streams=streams, **knobs)
     check_sensitive(result.total.value, first)
     return result
 

@@ -56,6 +56,7 @@ class SpectralPullbackNetwork(Pretrained):
     """
 
     kind, title = "spectral-pullback-network", "Spectral Pullback Network"
+    predicts_metric = True
 
     def __init__(
         self,

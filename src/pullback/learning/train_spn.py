@@ -37,8 +37,8 @@ from pullback.learning.train_head import (
 )
 from pullback.operators import JacobianOperator, LinearOperator, LowRankMetric, check_sensitive
 from pullback.randnla import Streams, Svd, block_krylov, power_iteration
-from pullback.randnla.leading import exact_modes
 from pullback.randnla.student import student_quantile
+from pullback.randnla.svd import exact_svd
 from pullback.randnla.trace import draw_probes, energy, tail_energies
 from pullback.runs.provenance import weights_hash
 from pullback.targets.compute import compute_table
@@ -403,7 +403,7 @@ class Spectral:
         operator = JacobianOperator(self.probe, features, precision=self.precision)
         return _spectral_loss(
             metric,
-            exact_modes(operator, metric.modes.shape[1], precision=self.precision),
+            exact_svd(operator, metric.modes.shape[1], full=False, precision=self.precision),
             features.shape[1:],
             self.energy_weight,
         )

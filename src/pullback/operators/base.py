@@ -1,4 +1,4 @@
-"""Linear operators that are only ever multiplied with, for a batch of samples at once.
+"""Linear operators that are known by their products alone, for a batch of samples at once.
 
 A subclass provides its sizes and two products, ``_matmat`` and ``_rmatmat``, on tensors that always carry the
 batch axis. Everything else follows: shape checks, ``@``, ``.T``, composition, the dense matrix, the product counter.
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from pullback.errors import ShapeError
+from pullback.operators.execution import round_off_of
 
 
 @dataclass(frozen=True)
@@ -64,19 +65,26 @@ class LinearOperator:
 
     @property
     def products(self) -> ProductCount:
-        """Products with this operator so far, per sample. Subtract two readings to cost a computation."""
+        """Products with this operator so far, per sample. Subtract two readings to count those of a computation."""
         return sum((leaf._products for leaf in self._leaves()), ProductCount())
+
+    @property
+    def round_off(self) -> float:
+        """Relative standard error that rounding leaves in squared norms of products: the floor under error bars."""
+        return round_off_of(self.dtype)
 
     def _leaves(self) -> set[LinearOperator]:
         """The operators on which products are counted, each once: J.T @ J counts J."""
         return {self}
 
     def matmat(self, columns: Tensor) -> Tensor:
+        """Multiply: [B, cols, k] -> [B, rows, k]."""
         columns, restore = self._as_batch(columns, self.cols, "V in A @ V")
         self._products += ProductCount(jvp=columns.shape[-1])
         return restore(self._matmat(columns) if columns.numel() else columns.new_zeros(self.batch, self.rows, 0))
 
     def rmatmat(self, columns: Tensor) -> Tensor:
+        """Multiply by the transpose: [B, rows, k] -> [B, cols, k]."""
         columns, restore = self._as_batch(columns, self.rows, "W in A.T @ W")
         self._products += ProductCount(vjp=columns.shape[-1])
         return restore(self._rmatmat(columns) if columns.numel() else columns.new_zeros(self.batch, self.cols, 0))
@@ -86,11 +94,11 @@ class LinearOperator:
         return Transposed(self)
 
     def __matmul__(self, other: Any) -> Any:
-        """operator @ operator composes, operator @ tensor multiplies."""
+        """Compose with an operator, or multiply a tensor."""
         return Composed(self, other) if isinstance(other, LinearOperator) else self.matmat(other)
 
     def dense(self) -> Tensor:
-        """The explicit matrices [B, rows, cols], by products with the identity of the smaller side."""
+        """Build the explicit matrices [B, rows, cols] by products with the identity of the smaller side."""
         if self.rows < self.cols:
             return self.rmatmat(self._identity(self.rows)).mT
         return self.matmat(self._identity(self.cols))
@@ -123,11 +131,15 @@ class LinearOperator:
 
 
 class Transposed(LinearOperator):
-    """The adjoint. Its products are counted on the operator it transposes, as that operator's JVPs and VJPs."""
+    """The transpose of an operator. Its products count as VJPs and JVPs of the operator that it transposes."""
 
     def __init__(self, base: LinearOperator) -> None:
         super().__init__(base.batch, base.cols, base.rows, dtype=base.dtype, device=base.device)
         self.base = base
+
+    @property
+    def round_off(self) -> float:
+        return self.base.round_off
 
     def _leaves(self) -> set[LinearOperator]:
         return self.base._leaves()
@@ -144,7 +156,7 @@ class Transposed(LinearOperator):
 
 
 class Composed(LinearOperator):
-    """left @ right. Products are counted on the two parts."""
+    """The composition left @ right. Products are counted on the two parts."""
 
     def __init__(self, left: LinearOperator, right: LinearOperator) -> None:
         if left.batch != right.batch or left.cols != right.rows:
@@ -154,6 +166,10 @@ class Composed(LinearOperator):
             )
         super().__init__(left.batch, left.rows, right.cols, dtype=right.dtype, device=right.device)
         self.left, self.right = left, right
+
+    @property
+    def round_off(self) -> float:
+        return max(self.left.round_off, self.right.round_off)
 
     def _leaves(self) -> set[LinearOperator]:
         return self.left._leaves() | self.right._leaves()
@@ -166,7 +182,7 @@ class Composed(LinearOperator):
 
 
 class DenseOperator(LinearOperator):
-    """Explicit matrices [B, m, n] (or [m, n]) behind the same contract: the ground truth of every test."""
+    """Explicit matrices [B, m, n] (or [m, n]) as an operator: what every other operator is tested against."""
 
     def __init__(self, matrix: Tensor) -> None:
         matrix = matrix[None] if matrix.ndim == 2 else matrix

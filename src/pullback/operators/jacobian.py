@@ -1,4 +1,4 @@
-"""The Jacobian of a probe map, as an operator: J @ V by forward mode, J.T @ W by reverse mode, never formed."""
+"""The Jacobian of a probe map as an operator: J @ V by forward mode, J.T @ W by reverse mode; J is never formed."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from pullback.operators.execution import (
     apply_in_chunks,
     check_precision,
     matmul_precision,
+    round_off_of,
     tangents_that_fit,
 )
 from pullback.operators.linearization import FunctionLinearization, Linearization
@@ -26,7 +27,7 @@ CAPTURE_BYTES = 4 << 30
 
 
 class JacobianOperator(LinearOperator):
-    """J of ``probe`` at ``features`` [B, *shape]: rows M (flattened output), columns prod(shape).
+    """The Jacobian J of ``probe`` at ``features`` [B, *shape]: rows M (flattened output), columns prod(shape).
 
     ``probe`` is any function [B, *shape] -> [B, ...] whose samples do not mix. One with a ``linearize`` method brings
     its own products; others are differentiated by `torch.func`. ``output`` [B, M] is the value at the features.
@@ -73,6 +74,10 @@ class JacobianOperator(LinearOperator):
         self._seen: Counter[tuple] = Counter()
         self._captured: dict[tuple, CapturedFunction] = {}
 
+    @property
+    def round_off(self) -> float:
+        return round_off_of(self.dtype, self.precision)
+
     def _matmat(self, columns: Tensor) -> Tensor:
         shape = self.linearization.input_shape
         return self._apply("pushforward", columns.mT.unflatten(-1, shape)).mT
@@ -89,6 +94,8 @@ class JacobianOperator(LinearOperator):
         return out
 
     def _replayed(self, product: str, function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        """Wrap a product so that small blocks of a shape that comes back are recorded and replayed."""
+
         def run(stack: Tensor) -> Tensor:
             key = (product, tuple(stack.shape))
             self._seen[key] += 1
@@ -103,7 +110,7 @@ class JacobianOperator(LinearOperator):
 
 
 def _capture_after(capture: bool | None, device: torch.device, linearization: Linearization) -> int | None:
-    """How often a block of one shape runs before it is recorded; None: never."""
+    """Return how often a block of one shape runs before it is recorded; None: it never is."""
     if device.type != "cuda" or capture is False:
         return None
     if not getattr(linearization, "capturable", False):
@@ -114,7 +121,9 @@ def _capture_after(capture: bool | None, device: torch.device, linearization: Li
 
 
 def check_sensitive(squared_norm: Tensor, first: int = 0) -> None:
-    """A zero Jacobian means that the decoder is cut off from the features, never that the task is insensitive.
+    """Refuse Jacobians that are zero or not finite, given their squared norms [B].
+
+    A zero Jacobian means that the decoder is cut off from the features, never that the task is insensitive.
 
     ``first``: the number of the first of these samples, for the message.
     """

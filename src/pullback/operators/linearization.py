@@ -35,13 +35,13 @@ class Linearization(Protocol):
 
 @contextmanager
 def differentiable_attention() -> Iterator[None]:
-    """Fused attention has no forward mode and no vmap; the math backend has both. Restored on exit."""
+    """Use the attention backend that has forward mode and vmap, which the fused ones lack; restored on exit."""
     with sdpa_kernel(SDPBackend.MATH):
         yield
 
 
 class Derivative:
-    """A function of one or several tensors [B, ...], samples independent, at a point: its value and both products."""
+    """The value and both derivative products, at a point, of a function of one or several tensors [B, ...]."""
 
     def __init__(self, function: Callable[..., Tensor], *point: Tensor) -> None:
         self.function = lambda *x: flat_output(function(*x), len(x[0]))
@@ -51,7 +51,10 @@ class Derivative:
         self.output = output.detach()  # [B, M]
 
     def _watched(self, *x: Tensor) -> Tensor:
-        """Reverse mode obeys a torch.no_grad() inside the function, forward mode does not: note it, so both agree."""
+        """Call the function and note whether its output depends on the input.
+
+        Reverse mode obeys a torch.no_grad() inside the function, forward mode does not; this makes the two agree.
+        """
         output = self.function(*x)
         self._connected = output.requires_grad
         return output
@@ -72,7 +75,7 @@ class Derivative:
 
 
 class FunctionLinearization:
-    """Any function [B, *input_shape] -> [B, ...] that treats its samples independently."""
+    """The linearisation of any function [B, *input_shape] -> [B, ...] whose samples do not mix, by `torch.func`."""
 
     def __init__(self, function: Callable[[Tensor], Tensor], point: Tensor) -> None:
         self.input_shape = tuple(point.shape[1:])
@@ -89,7 +92,7 @@ class FunctionLinearization:
 
 
 def for_each_tangent(product: Callable[..., tuple[Tensor, ...]], *stacks: Tensor) -> tuple[Tensor, ...]:
-    """``product`` over axis 1 of every stack [B, K, ...], with AD-safe attention; K is axis 1 of what it returns too.
+    """Apply ``product`` along axis 1 of every stack [B, K, ...], with differentiable attention; K stays axis 1.
 
     (vmap itself can put the axis of an output that does not depend on its input, a zero derivative, only in front.)
     """
@@ -99,7 +102,7 @@ def for_each_tangent(product: Callable[..., tuple[Tensor, ...]], *stacks: Tensor
 
 
 def flat_output(output: Tensor, batch: int) -> Tensor:
-    """A decoder's output as [B, M]."""
+    """Flatten a decoder's output to [B, M], or raise an error if it is not one floating-point tensor [B, ...]."""
     if not isinstance(output, Tensor):
         raise DecoderError(
             f"decoder: expected it to return one tensor [B, ...], got {type(output).__name__}. "

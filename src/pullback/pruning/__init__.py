@@ -2,15 +2,15 @@
 
 from pullback.pruning.forward import PrunedRun, StageRecord, run_pruned
 from pullback.pruning.matching import Matching
-from pullback.pruning.model import PrunedModel, prune, restore
+from pullback.pruning.model import Pruned, PrunedModel, prune, restore
 from pullback.pruning.plan import PrunePlan, preset
-from pullback.pruning.scores import SCORES, Modes, Score, ScoreContext, as_score
+from pullback.pruning.scores import Modes, Score, ScoreContext, as_score
 
 __all__ = [
-    "SCORES",
     "Matching",
     "Modes",
     "PrunePlan",
+    "Pruned",
     "PrunedModel",
     "PrunedRun",
     "Score",

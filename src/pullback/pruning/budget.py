@@ -1,9 +1,6 @@
-"""From a model, its heads and a budget to a pruning plan, with what to expect of it.
+"""From a budget to a plan: which stages and which ratio, tried on calibration images, with what to expect of it.
 
-From a budget to a plan: which stages and which ratio, measured on a calibration set.
-
-What a plan costs and what it does to the output are functions that are handed in (FLOPs, milliseconds; cosine, SILog).
-Both grow with the ratio in opposite directions, so for each choice of stages the ratio that just meets the budget is
+Cost falls and degradation grows with the ratio, so for each choice of stages the ratio that just meets the budget is
 found by bisection, and the best of these is taken.
 """
 
@@ -23,70 +20,50 @@ from torch import Tensor, nn
 from pullback.errors import PullbackError, ShapeError
 from pullback.evaluation.cost import flops as count_flops
 from pullback.evaluation.cost import race
-from pullback.evaluation.fidelity import cosine_degradation, silog
-from pullback.pruning.model import Choice, PrunedModel, plan_for
+from pullback.evaluation.fidelity import degradation as measured_degradation
+from pullback.evaluation.statistics import mean_and_error
+from pullback.pruning.model import PrunedModel, plan_for
 from pullback.pruning.plan import PrunePlan, is_number, plain
+from pullback.pruning.scores import Choice
+
+RATIOS = tuple(step / 40 for step in range(1, 37))  # 0.025 to 0.9
 
 # (output of the pruned model, output of the model) -> how much worse each image is [B]
 Degrade = Callable[[Any, Any], Tensor]
+# (stages, ratio) -> a model; a model -> its cost; a model -> the degradation of each calibration image [n]
+Build = Callable[[tuple[int, ...], float], Any]
+Cost = Callable[[Any], float]
+Degradations = Callable[[Any], Tensor]
 logger = logging.getLogger(__name__)
 
 
-def output_degradation(pruned: Any, full: Any) -> Tensor:
-    """[B]: cosine distance x 100 of an embedding, additional SILog x 100 of a depth map."""
-    for name in ("image_embeds", "pooler_output"):
-        if isinstance(getattr(full, name, None), Tensor):
-            return cosine_degradation(getattr(pruned, name), getattr(full, name))
-    if isinstance(getattr(full, "predicted_depth", None), Tensor):
-        return silog(pruned.predicted_depth, full.predicted_depth).error
-    raise PullbackError(
-        f"degrade: {type(full).__name__} has neither an embedding nor a depth map; pass a function of both outputs."
-    )
+@dataclass(frozen=True)
+class Forecast:
+    """What to expect of a plan. ``cost`` is what the search compared, in the unit of its cost function; `plan_pruning`
+    also fills in operations and times."""
 
+    plan: PrunePlan
+    cost: float
+    degradation: float
+    degradation_se: float
+    measured: int  # how many plans were tried
+    flops: float | None = None  # share of the whole model's operations
+    milliseconds: float | None = None  # of one batch
+    whole_milliseconds: float | None = None  # the same of the whole model
 
-@dataclass(frozen=True, eq=False)
-class Calibration:
-    """A model, images to try plans on, and what the model says of them."""
+    def __str__(self) -> str:
+        stages = ", ".join(str(stage) for stage in self.plan.stages)
+        return (
+            f"remove {self.plan.ratio:.1%} of the patch tokens after block {stages}: {self._costs()}, degradation "
+            f"{self.degradation:.4g} ± {self.degradation_se:.2g}"
+        )
 
-    model: nn.Module
-    images: Tensor  # [n, 3, H, W]
-    batch: int
-    degrade: Degrade
-    rounds: int = 20  # of each timing
-
-    def degradation(self, pruned: nn.Module) -> Tensor:
-        """[n]"""
-        parts = []
-        for images in self.images.split(self.batch):
-            with torch.no_grad():
-                parts.append(self.degrade(pruned(images), self.model(images)))
-        return torch.cat(parts)
-
-    def flops(self, pruned: nn.Module) -> float:
-        """Operations on one image, as a share of the model's."""
-        one = self.images[:1]
-        return count_flops(lambda: pruned(one)) / count_flops(lambda: self.model(one))
-
-    def milliseconds(self, pruned: nn.Module) -> float:
-        """Of one batch, in turns with the model itself: a machine that slows down slows down both, and what counts is
-        the ratio, times the model's own time."""
-        some = self.images[: self.batch]
-        own, whole = race([lambda: pruned(some), lambda: self.model(some)], some.device, self.rounds)
-        return own.median / whole.median * self.__dict__.setdefault("_whole", whole.median)
-
-    def whole_milliseconds(self) -> float:
-        """The model's own time of one batch: the one that all others are multiples of, measured once."""
-        if "_whole" not in self.__dict__:
-            self.milliseconds(self.model)
-        return float(self.__dict__["_whole"])
-
-    def completed(self, forecast: Forecast, chosen: nn.Module, name: str) -> Forecast:
-        """The forecast with operations and time of the chosen plan; the search for the budget ``name`` measured one."""
-        return replace(
-            forecast,
-            flops=self.flops(chosen) if name == "milliseconds" else forecast.cost,
-            milliseconds=forecast.cost if name == "milliseconds" else self.milliseconds(chosen),
-            whole_milliseconds=self.whole_milliseconds(),
+    def _costs(self) -> str:
+        if self.flops is None or self.milliseconds is None or self.whole_milliseconds is None:
+            return f"cost {self.cost:.4g}"
+        return (
+            f"{self.flops:.4g} of the operations, {self.milliseconds:.4g} ms instead of {self.whole_milliseconds:.4g} "
+            "ms a batch"
         )
 
 
@@ -98,18 +75,19 @@ def plan_pruning(
     flops: float | None = None,
     milliseconds: float | None = None,
     degradation: float | None = None,
-    degrade: Degrade = output_degradation,
+    degrade: Degrade | None = None,
     batch: int = 64,
     stages: int = 2,
     preset: str = "best",
     rounds: int = 20,
 ) -> Forecast:
-    """The plan for one of three budgets, tried on calibration images [n, 3, H, W] as the model takes them.
+    """Find the plan for one of three budgets, on calibration images [n, 3, H, W] as the model takes them.
 
     ``heads``: the score to use after each block, {3: head, 6: head}. ``flops``: at most this share of the model's
     operations. ``milliseconds``: at most so many for one batch, as the model runs here. ``degradation``: at most so
-    much in the mean over the images, as cheap as possible in operations. ``stages``: at most so many. ``rounds`` of
-    each timing. Whatever the budget is, the forecast has the operations, the time and the degradation of the plan.
+    much in the mean over the images, as cheap as possible in operations. ``degrade``: (pruned output, full output) ->
+    [B], by default `evaluation.degradation`. ``stages``: at most so many. ``rounds`` of each timing. Whatever the
+    budget is, the forecast has the operations, the time and the degradation of the plan.
     `prune(model, [heads[s] for s in f.plan.stages], ratio=f.plan.ratio, stages=f.plan.stages)` makes the model.
     """
     name, limit = _budget(flops=flops, milliseconds=milliseconds, degradation=degradation)
@@ -128,11 +106,159 @@ def plan_pruning(
     chosen = build(found.plan.stages, found.plan.ratio)
     for note in found.plan.notes(chosen.backbone.depth):  # of this one alone, not of all that were tried
         logger.warning(note)
-    return calibration.completed(found, chosen, name)
+    timed = name == "milliseconds"
+    return replace(
+        found,
+        flops=calibration.flops(chosen) if timed else found.cost,
+        milliseconds=found.cost if timed else calibration.milliseconds(chosen),
+        whole_milliseconds=calibration.whole_milliseconds(),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Calibration:
+    """A model, and images to try its pruned copies on. ``degrade``: a measure of one's own."""
+
+    model: nn.Module
+    images: Tensor  # [n, 3, H, W]
+    batch: int
+    degrade: Degrade | None = None
+    rounds: int = 20  # of each timing
+
+    @torch.no_grad()
+    def degradation(self, pruned: nn.Module) -> Tensor:
+        """Return how much worse the output of each image is, [n]."""
+        pairs = ((pruned(images), self.model(images)) for images in self.images.split(self.batch))
+        if self.degrade is not None:
+            return torch.cat([self.degrade(*pair) for pair in pairs])
+        return torch.cat([measured_degradation(*pair).value for pair in pairs])
+
+    def flops(self, pruned: nn.Module) -> float:
+        """Return the operations on one image, as a share of the model's."""
+        one = self.images[:1]
+        return count_flops(lambda: pruned(one)) / count_flops(lambda: self.model(one))
+
+    def milliseconds(self, pruned: nn.Module) -> float:
+        """Return the time of one batch, measured in turns with the model itself: a machine that slows down slows down
+        both, and what counts is the ratio, times the model's own time."""
+        some = self.images[: self.batch]
+        own, whole = race([lambda: pruned(some), lambda: self.model(some)], some.device, self.rounds)
+        return own.median / whole.median * self.__dict__.setdefault("_whole", whole.median)
+
+    def whole_milliseconds(self) -> float:
+        """Return the model's own time of one batch, of which all others are multiples; it is measured once."""
+        if "_whole" not in self.__dict__:
+            self.milliseconds(self.model)
+        return float(self.__dict__["_whole"])
+
+
+# The search
+
+
+def stage_choices(layers: Iterable[int], most: int = 2) -> list[tuple[int, ...]]:
+    """Return every set of at most ``most`` of these layers."""
+    if isinstance(most, bool) or not isinstance(most, int) or most < 1:
+        raise PullbackError(f"stages: expected how many stages a plan may have, 1 or more, got {most!r}.")
+    ordered = sorted(set(layers))
+    return [chosen for count in range(1, most + 1) for chosen in itertools.combinations(ordered, count)]
+
+
+def best_within_cost(
+    build: Build, stages: Sequence[tuple[int, ...]], cost: Cost, degradation: Degradations, limit: float
+) -> Forecast:
+    """Find the least degradation among plans that cost at most ``limit``: of each choice of stages its smallest
+    ratio."""
+    trials = _Trials(build, cost, degradation)
+    found = []
+    for chosen in stages:
+        ratio = _first(RATIOS, partial(trials.cost, chosen), limit)
+        if ratio is not None:
+            found.append(trials.forecast(chosen, ratio))
+    return _chosen(found, lambda forecast: forecast.degradation, trials, f"cost at most {limit:.4g}")
+
+
+def cheapest_within_degradation(
+    build: Build, stages: Sequence[tuple[int, ...]], cost: Cost, degradation: Degradations, limit: float
+) -> Forecast:
+    """Find the lowest cost among plans that degrade by at most ``limit`` on average: of each choice of stages its
+    largest ratio."""
+    trials = _Trials(build, cost, degradation)
+    found = []
+    for chosen in stages:
+        ratio = _first(RATIOS[::-1], partial(trials.degradation, chosen), limit)
+        if ratio is not None:
+            found.append(trials.forecast(chosen, ratio))
+    return _chosen(found, lambda forecast: forecast.cost, trials, f"a degradation of at most {limit:.4g}")
+
+
+class _Trials:
+    """Measurements, each made once."""
+
+    def __init__(self, build: Build, cost: Cost, degradation: Degradations) -> None:
+        self._build, self._cost, self._degradation = build, cost, degradation
+        self._costs: dict[tuple[tuple[int, ...], float], float] = {}
+        self._degradations: dict[tuple[tuple[int, ...], float], tuple[float, float]] = {}
+
+    def cost(self, stages: tuple[int, ...], ratio: float) -> float:
+        if (stages, ratio) not in self._costs:
+            self._costs[stages, ratio] = self._cost(self._build(stages, ratio))
+        return self._costs[stages, ratio]
+
+    def degradation(self, stages: tuple[int, ...], ratio: float) -> float:
+        return self.degradation_and_error(stages, ratio)[0]
+
+    def degradation_and_error(self, stages: tuple[int, ...], ratio: float) -> tuple[float, float]:
+        """Mean and standard error over the calibration images."""
+        if (stages, ratio) not in self._degradations:
+            values = self._degradation(self._build(stages, ratio)).double()
+            _check_numbers(values)
+            mean, error = mean_and_error(values)
+            self._degradations[stages, ratio] = mean, error if len(values) > 1 else math.nan
+        return self._degradations[stages, ratio]
+
+    def forecast(self, stages: tuple[int, ...], ratio: float) -> Forecast:
+        mean, error = self.degradation_and_error(stages, ratio)
+        return Forecast(self._build(stages, ratio).plan, self.cost(stages, ratio), mean, error, 0)
+
+    def count(self) -> int:
+        return len(self._costs.keys() | self._degradations.keys())
+
+
+def _check_numbers(values: Tensor) -> None:
+    """Raise an error for NaN, which would pass for a small degradation: it is not larger than anything."""
+    lost = values.isnan().nonzero().flatten().tolist()
+    if lost:
+        raise PullbackError(
+            f"images: the degradation of {len(lost)} of {len(values)} is not a number (the first is image {lost[0]}); "
+            "a depth map that is nowhere positive has none. Leave them out."
+        )
+
+
+def _first(ratios: Sequence[float], measure: Callable[[float], float], limit: float) -> float | None:
+    """Find the first ratio with measure <= limit, in an order in which the measure falls; None where none has."""
+    if measure(ratios[-1]) > limit:
+        return None
+    low, high = -1, len(ratios) - 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if measure(ratios[middle]) <= limit else (middle, high)
+    return ratios[high]
+
+
+def _chosen(found: list[Forecast], key: Callable[[Forecast], float], trials: _Trials, wanted: str) -> Forecast:
+    if not found:
+        raise PullbackError(
+            f"budget: no plan was found with {wanted}, with ratios from {RATIOS[0]} to {RATIOS[-1]}. Allow more, or "
+            "offer heads for earlier layers."
+        )
+    return replace(min(found, key=key), measured=trials.count())
+
+
+# What was asked for
 
 
 def _budget(**budgets: Any) -> tuple[str, float]:
-    """The one that was given, by name."""
+    """Return the name and value of the one budget that was given."""
     given = {name: plain(value) for name, value in budgets.items() if value is not None}
     if len(given) != 1:
         names = ", ".join(given) or "none"
@@ -166,139 +292,3 @@ def _check_inputs(heads: Any, images: Any, batch: Any) -> None:
         raise ShapeError(f"images: expected [n, 3, H, W] with at least one image, got {list(images.shape)}.")
     if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
         raise PullbackError(f"batch: expected how many images run at a time, 1 or more, got {batch!r}.")
-
-
-RATIOS = tuple(step / 40 for step in range(1, 37))  # 0.025 to 0.9
-
-# (stages, ratio) -> a model; a model -> its cost; a model -> the degradation of each calibration image [n]
-Build = Callable[[tuple[int, ...], float], Any]
-Cost = Callable[[Any], float]
-Degradation = Callable[[Any], Tensor]
-
-
-@dataclass(frozen=True)
-class Forecast:
-    """What the planner expects of its choice. ``cost`` is what the search compared, in the unit of its cost function;
-    operations and times are known whatever that was, where somebody measured them (`pullback.pruning.budget` does)."""
-
-    plan: PrunePlan
-    cost: float
-    degradation: float
-    degradation_se: float
-    measured: int  # how many plans were tried
-    flops: float | None = None  # share of the whole model's operations
-    milliseconds: float | None = None  # of one batch
-    whole_milliseconds: float | None = None  # the same of the whole model
-
-    def __str__(self) -> str:
-        stages = ", ".join(str(stage) for stage in self.plan.stages)
-        return (
-            f"remove {self.plan.ratio:.1%} of the patch tokens after block {stages}: {self._costs()}, degradation "
-            f"{self.degradation:.4g} ± {self.degradation_se:.2g}"
-        )
-
-    def _costs(self) -> str:
-        if self.flops is None or self.milliseconds is None or self.whole_milliseconds is None:
-            return f"cost {self.cost:.4g}"
-        return (
-            f"{self.flops:.4g} of the operations, {self.milliseconds:.4g} ms instead of {self.whole_milliseconds:.4g} "
-            "ms a batch"
-        )
-
-
-def stage_choices(layers: Iterable[int], most: int = 2) -> list[tuple[int, ...]]:
-    """Every set of at most ``most`` of these layers."""
-    if isinstance(most, bool) or not isinstance(most, int) or most < 1:
-        raise PullbackError(f"stages: expected how many stages a plan may have, 1 or more, got {most!r}.")
-    ordered = sorted(set(layers))
-    return [chosen for count in range(1, most + 1) for chosen in itertools.combinations(ordered, count)]
-
-
-def best_within_cost(
-    build: Build, stages: Sequence[tuple[int, ...]], cost: Cost, degradation: Degradation, limit: float
-) -> Forecast:
-    """The least degradation among plans that cost at most ``limit``: for each choice of stages its smallest ratio."""
-    trials = _Trials(build, cost, degradation)
-    found = []
-    for chosen in stages:
-        ratio = _first(RATIOS, partial(trials.cost, chosen), limit)
-        if ratio is not None:
-            found.append(trials.forecast(chosen, ratio))
-    return _chosen(found, lambda forecast: forecast.degradation, trials, f"cost at most {limit:.4g}")
-
-
-def cheapest_within_degradation(
-    build: Build, stages: Sequence[tuple[int, ...]], cost: Cost, degradation: Degradation, limit: float
-) -> Forecast:
-    """The lowest cost among plans that degrade by at most ``limit`` on average: for each choice of stages its largest
-    ratio."""
-    trials = _Trials(build, cost, degradation)
-    found = []
-    for chosen in stages:
-        ratio = _first(RATIOS[::-1], partial(trials.degradation, chosen), limit)
-        if ratio is not None:
-            found.append(trials.forecast(chosen, ratio))
-    return _chosen(found, lambda forecast: forecast.cost, trials, f"a degradation of at most {limit:.4g}")
-
-
-class _Trials:
-    """Measurements, each made once."""
-
-    def __init__(self, build: Build, cost: Cost, degradation: Degradation) -> None:
-        self._build, self._cost, self._degradation = build, cost, degradation
-        self._costs: dict[tuple[tuple[int, ...], float], float] = {}
-        self._degradations: dict[tuple[tuple[int, ...], float], tuple[float, float]] = {}
-
-    def cost(self, stages: tuple[int, ...], ratio: float) -> float:
-        if (stages, ratio) not in self._costs:
-            self._costs[stages, ratio] = self._cost(self._build(stages, ratio))
-        return self._costs[stages, ratio]
-
-    def degradation(self, stages: tuple[int, ...], ratio: float) -> float:
-        return self.degradation_and_error(stages, ratio)[0]
-
-    def degradation_and_error(self, stages: tuple[int, ...], ratio: float) -> tuple[float, float]:
-        """Mean and standard error over the calibration images."""
-        if (stages, ratio) not in self._degradations:
-            values = self._degradation(self._build(stages, ratio)).double()
-            _check_numbers(values)
-            error = float(values.std() / len(values) ** 0.5) if len(values) > 1 else float("nan")
-            self._degradations[stages, ratio] = float(values.mean()), error
-        return self._degradations[stages, ratio]
-
-    def forecast(self, stages: tuple[int, ...], ratio: float) -> Forecast:
-        mean, error = self.degradation_and_error(stages, ratio)
-        return Forecast(self._build(stages, ratio).plan, self.cost(stages, ratio), mean, error, 0)
-
-    def count(self) -> int:
-        return len(self._costs.keys() | self._degradations.keys())
-
-
-def _check_numbers(values: Tensor) -> None:
-    """NaN would pass for a degradation that is small enough: it is not larger than anything."""
-    lost = values.isnan().nonzero().flatten().tolist()
-    if lost:
-        raise PullbackError(
-            f"images: the degradation of {len(lost)} of {len(values)} is not a number (the first is image {lost[0]}); "
-            "a depth map that is nowhere positive has none. Leave them out."
-        )
-
-
-def _first(ratios: Sequence[float], measure: Callable[[float], float], limit: float) -> float | None:
-    """The first ratio with measure <= limit, in an order in which the measure falls; None where none has."""
-    if measure(ratios[-1]) > limit:
-        return None
-    low, high = -1, len(ratios) - 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if measure(ratios[middle]) <= limit else (middle, high)
-    return ratios[high]
-
-
-def _chosen(found: list[Forecast], key: Callable[[Forecast], float], trials: _Trials, wanted: str) -> Forecast:
-    if not found:
-        raise PullbackError(
-            f"budget: no plan was found with {wanted}, with ratios from {RATIOS[0]} to {RATIOS[-1]}. Allow more, or "
-            "offer heads for earlier layers."
-        )
-    return replace(min(found, key=key), measured=trials.count())

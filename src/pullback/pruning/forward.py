@@ -27,7 +27,8 @@ from pullback.pruning.matching import (
 )
 from pullback.pruning.plan import PrunePlan
 from pullback.pruning.scores import (
-    HeadScore,
+    Checked,
+    Choice,
     Modes,
     Score,
     ScoreContext,
@@ -43,7 +44,7 @@ ENDLESS = 1e30  # an infinite weight, of which a sum is still a number
 
 @dataclass(frozen=True, eq=False)
 class StageRecord:
-    """What a stage did, in places of the full sequence."""
+    """What a stage did; the numbers are places in the full sequence."""
 
     layer: int
     kept: Tensor  # [B, K]
@@ -62,7 +63,7 @@ class PrunedRun:
 
 
 @dataclass(frozen=True, eq=False)
-class _Tokens:
+class TokenState:
     """The sequence between two blocks."""
 
     values: Tensor  # [B, n, D]
@@ -75,13 +76,13 @@ def run_pruned(
     backbone: Backbone,
     images: Tensor,
     plan: PrunePlan,
-    scores: Sequence[Score | str | nn.Module],
+    scores: Sequence[Choice],
     *,
     layers: Sequence[int],
     modes: Modes | nn.Module | None = None,
     generator: torch.Generator | None = None,
 ) -> PrunedRun:
-    """The backbone on images [B, 3, H, W] with the plan's tokens removed on the way.
+    """Run the backbone on images [B, 3, H, W] and remove the plan's tokens on the way.
 
     ``scores``: one for each stage, or one for all. ``modes``: for the matching by d_task, a function or an SPN; an SPN
     that scores provides its own.
@@ -100,22 +101,22 @@ def forward(
     modes: Modes | None = None,
     generator: torch.Generator | None = None,
 ) -> PrunedRun:
-    """`run_pruned` for scores that were checked before, one for each stage."""
+    """Do what `run_pruned` does, with scores and modes that `prepared` returned."""
     layout = backbone.token_layout(images)
     counts = dict(zip(plan.stages, plan.counts(layout.patches), strict=True))
     choices = dict(zip(plan.stages, scores, strict=True))
     gates = dict(zip(plan.stages, plan.gates, strict=True))
-    x = _whole(backbone.embed(images))
+    x = whole_sequence(backbone.embed(images))
     taps: dict[int, Tensor] = {}
     leftovers: list[Leftover] = []
     records: list[StageRecord] = []
     rope = backbone.rope_of(x.values, layout, None)
     for layer, block in enumerate(backbone.blocks[: 1 + max(*layers, *(s + 1 for s in plan.stages))]):
         if plan.fuse_last and layer == backbone.depth - 1 and leftovers:
-            x, leftovers = _whole(reinserted(x.values, leftovers)), []
+            x, leftovers = whole_sequence(reinserted(x.values, leftovers)), []
             rope = backbone.rope_of(x.values, layout, None)
         entered = x.values
-        x = _Tokens(block(entered, rope, log_sizes=x.log_sizes), x.positions, x.sizes, x.log_sizes)
+        x = TokenState(block(entered, rope, log_sizes=x.log_sizes), x.positions, x.sizes, x.log_sizes)
         if layer in layers or layer in backbone.hook_layers:
             back = plan.reinsert != "none" and leftovers
             taps[layer] = reinserted(x.values, leftovers) if back else x.values
@@ -125,8 +126,8 @@ def forward(
                 backbone, layer, layout, x.positions, x.sizes, entered, x.log_sizes, known, generator
             )
             matching, weights = decide(x.values, context, plan, choices[layer], counts[layer], gates[layer], modes)
-            after = _after(x, matching, weights, plan)
-            records.append(_record(layer, x.positions, matching))
+            after = after_stage(x, matching, weights, plan)
+            records.append(stage_record(layer, x.positions, matching))
             if plan.reinsert != "none":
                 leftovers.append(leftover(plan.reinsert, matching, x.values, after.values))
             x = after
@@ -143,7 +144,7 @@ def decide(
     gate: float,
     modes: Modes | None = None,
 ) -> tuple[Matching, Tensor]:
-    """One stage: the matching of tokens [B, N, D], and the weights [B, N] of a merge."""
+    """Decide one stage: return the matching of tokens [B, N, D], and the weights [B, N] of a merge."""
     scores = stored(scored(tokens, context, score))
     if plan.match == "none" and plan.reinsert in ("none", "frozen") and plan.select == "score":
         kept, removed = lowest(scores, count, context.prefix)
@@ -168,7 +169,7 @@ def decide(
 
 
 def scored(tokens: Tensor, context: ScoreContext, score: Score) -> Tensor:
-    """The score of tokens [B, N, D], one number each [B, N]."""
+    """Score tokens [B, N, D]; raise an error unless that gives one number for each, [B, N]."""
     scores = score(tokens, context)
     if not isinstance(scores, Tensor) or scores.shape != tokens.shape[:2]:
         got = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
@@ -177,7 +178,7 @@ def scored(tokens: Tensor, context: ScoreContext, score: Score) -> Tensor:
 
 
 def _destinations(tokens: Tensor, context: ScoreContext, plan: PrunePlan) -> Tensor:
-    """[B, N] bool: who may take in what is removed, if kept; never the prefix."""
+    """[B, N] bool: tokens that may take in a removed one, if they are kept; never the prefix."""
     if plan.match == "bipartite":
         return alternate(context)
     if plan.match == "strided":
@@ -186,22 +187,24 @@ def _destinations(tokens: Tensor, context: ScoreContext, plan: PrunePlan) -> Ten
     return patch & ~artifacts(tokens, context.prefix) if plan.safe else patch.expand(tokens.shape[:2])
 
 
-def _after(x: _Tokens, matching: Matching, weights: Tensor, plan: PrunePlan) -> _Tokens:
+def after_stage(x: TokenState, matching: Matching, weights: Tensor, plan: PrunePlan) -> TokenState:
+    """Return what is left of a sequence: removed tokens are merged with these weights [B, N], or dropped."""
     if plan.match == "none":
         sizes = matching.keep(x.sizes)
-        return _Tokens(matching.keep(x.values), matching.keep(x.positions), sizes, None)
+        return TokenState(matching.keep(x.values), matching.keep(x.positions), sizes, None)
     sizes = matching.add(x.sizes)
     log_sizes = sizes.log() if plan.sizes else None
-    return _Tokens(matching.merge(x.values, weights), matching.keep(x.positions), sizes, log_sizes)
+    return TokenState(matching.merge(x.values, weights), matching.keep(x.positions), sizes, log_sizes)
 
 
-def _whole(tokens: Tensor) -> _Tokens:
-    """A full sequence: every token at its place and standing for itself."""
+def whole_sequence(tokens: Tensor) -> TokenState:
+    """Return the state of a full sequence [B, N, D]: every token is at its place and stands for itself."""
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape[0], -1)
-    return _Tokens(tokens, positions, torch.ones_like(positions, dtype=torch.float32), None)
+    return TokenState(tokens, positions, torch.ones_like(positions, dtype=torch.float32), None)
 
 
-def _record(layer: int, positions: Tensor, matching: Matching) -> StageRecord:
+def stage_record(layer: int, positions: Tensor, matching: Matching) -> StageRecord:
+    """Translate a matching into places of the full sequence, with the ``positions`` [B, N] before the stage."""
     kept = matching.keep(positions)
     return StageRecord(layer, kept, matching.take(positions), rows(kept, matching.destination), matching.merged)
 
@@ -209,10 +212,10 @@ def _record(layer: int, positions: Tensor, matching: Matching) -> StageRecord:
 def prepared(
     backbone: Backbone,
     plan: PrunePlan,
-    scores: Sequence[Score | str | nn.Module],
+    scores: Sequence[Choice],
     modes: Modes | nn.Module | None,
 ) -> tuple[list[Score], Modes | None]:
-    """One score per stage, heads checked against the backbone and the stage that they are used at, and the modes."""
+    """Return one score per stage, each checked against the backbone and its stage, and the modes for d_task."""
     plan.check_depth(backbone.depth)
     if len(scores) not in (1, len(plan.stages)):
         raise PullbackError(
@@ -220,7 +223,7 @@ def prepared(
         )
     ready = [as_score(choice) for choice in scores] * (len(plan.stages) if len(scores) == 1 else 1)
     for stage, score in zip(plan.stages, ready, strict=True):
-        if isinstance(score, HeadScore):
+        if isinstance(score, Checked):
             score.check(backbone.family, backbone.dim, stage)
     if plan.match != "task":
         return ready, None

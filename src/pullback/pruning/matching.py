@@ -1,6 +1,8 @@
-"""Which tokens go, and into whom: decided once, applied to any tensor that has a row per token.
+"""Which tokens go, and into whom: decided once, applied to any tensor that has a row per token, and undone again.
 
-Removed tokens back at their places.
+From top to bottom: a `Matching` says who is kept, who is removed and whom each removed token follows; then come the
+choice of the tokens that go, the search for their partners, and at last the way back, where `Leftover` holds what a
+stage must remember to put removed tokens back at their places.
 
 With "drift" a removed token t with partner b comes back as F_t + (F_b now - F_b then): what t would have become had it
 moved as b did. F_t is its value when it was removed, F_b then the partner's right after the merge. The partner itself,
@@ -30,8 +32,8 @@ FEW_PAIRS = 1 << 21
 class Matching:
     """Of N tokens K are kept and R removed; every removed one has a partner among the kept.
 
-    ``merged`` [B, R]: its content goes into the partner; otherwise it is dropped, and the partner is only whom its
-    reconstruction follows.
+    ``merged`` [B, R]: its content goes into the partner; otherwise it is dropped, and the partner is only the token
+    that its reconstruction follows.
     """
 
     kept: Tensor  # [B, K] indices into the sequence, ascending
@@ -129,8 +131,9 @@ def _ranks_by_pairs(scores: Tensor) -> Tensor:
 
 
 def stored(x: Tensor) -> Tensor:
-    """x itself. A GPU compiler fuses what makes x into whatever reads it, and would work it out anew for each of N^2
-    pairs; strides it can only give to what is in memory. (Of a view it would forget where in its base it starts.)"""
+    """Return x itself, in memory. A GPU compiler fuses what makes x into whatever reads it, and would work it out anew
+    for each of N^2 pairs; strides it can only give to what is in memory. (Of a view it would forget where in its base
+    it starts.)"""
     if not _compiled_for_gpu(x):
         return x
     own = x.clone(memory_format=torch.contiguous_format)
@@ -220,7 +223,7 @@ def match_by_task(tokens: Tensor, modes: Tensor, kept: Tensor, removed: Tensor, 
 
 @dataclass(frozen=True, eq=False)
 class Leftover:
-    """What a stage keeps of the tokens that it removed. ``offset`` [B, R, D] is added to the partner's value now, or,
+    """What a stage remembers of the tokens that it removed. ``offset`` [B, R, D] is added to the partner's value, or,
     where ``follows`` is false, is the value itself. ``own`` [B, K, D] is what the merge took from the kept ones."""
 
     matching: Matching
@@ -233,14 +236,13 @@ class Leftover:
         if not self.follows:
             assert self.offset is not None
             return self.matching.place(y, self.offset.to(y.dtype))
-        partner = self.matching.partner(y)
         if self.offset is None or self.own is None:
-            return self.matching.place(y, partner)
-        return self.matching.place(y + self.own, partner + self.offset)
+            return self.matching.unmerge(y)
+        return self.matching.place(y + self.own, self.matching.partner(y) + self.offset)
 
 
 def leftover(how: Reinsert, matching: Matching, before: Tensor, after: Tensor) -> Leftover:
-    """Of a stage that turned ``before`` [B, N, D] into ``after`` [B, K, D]."""
+    """Return what to remember of a stage that turned ``before`` [B, N, D] into ``after`` [B, K, D]."""
     if how == "frozen":
         return Leftover(matching, matching.take(before), follows=False)
     if how == "copy":
@@ -250,7 +252,7 @@ def leftover(how: Reinsert, matching: Matching, before: Tensor, after: Tensor) -
 
 
 def reinserted(tokens: Tensor, leftovers: Sequence[Leftover]) -> Tensor:
-    """The full sequence [B, N, D] from the tokens that are left [B, K, D]."""
+    """Return the full sequence [B, N, D], made of the tokens that are left [B, K, D]."""
     for one in reversed(leftovers):
         tokens = one.back(tokens)
     return tokens

@@ -1,42 +1,116 @@
-"""One call that makes a frozen model faster, and one that undoes it.
+"""One call that makes a frozen model faster, one that undoes it, and pruned models as folders.
 
-Pruned models as folders: the plan, the heads, and the model itself.
+`prune` wraps a model into a `PrunedModel`, which is called like the model and returns what the model returns; `restore`
+gives the model back. A pruned model is saved as
 
-folder/pruned.json   plan, score of each stage, the networks whose metric d_task takes, class of the model
-folder/heads/0, ...  whatever the networks' own save_pretrained writes, each network once, whatever it is used for
-folder/model/        the model's own save_pretrained
+    folder/pruned.json   plan, score of each stage, the networks whose metric d_task takes, class of the model
+    folder/heads/0, ...  what the networks' own save_pretrained writes, each network once, whatever it is used for
+    folder/model/        the model's own save_pretrained
 """
 
 from __future__ import annotations
 
 import importlib
-import json
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from pullback import registry
 from pullback.backbones import load_backbone
-from pullback.backbones.families import FIXED_SIZE, assembler, check_output_class
+from pullback.backbones.families import ASSEMBLE, FIXED_SIZE, assembler, check_output_class
 from pullback.backbones.loading import first_line, locate, read_config, reader_of, write_network
 from pullback.errors import ModelError, PullbackError, ShapeError
 from pullback.pruning.forward import PrunedRun, forward, prepared
 from pullback.pruning.plan import PrunePlan
 from pullback.pruning.plan import preset as named_plan
-from pullback.pruning.scores import SCORES, HeadScore, Modes, Score, StageModes
-from pullback.vggt.pruning import PrunedVGGT
+from pullback.pruning.scores import Choice, HeadScore, Modes, StageModes, metric_score
+from pullback.runs.files import read_json, write_json
 
-Choice = str | nn.Module | Score
+DOCUMENT, HEADS, MODEL = "pruned.json", "heads", "model"
+MODES = "modes"  # where older folders have the networks of d_task, by stage
 EXTRAS = ("output_hidden_states", "output_attentions")
 logger = logging.getLogger(__name__)
 
 
-class PrunedModel(nn.Module):
+class Pruned(nn.Module):
+    """A model that removes tokens on the way; ``model`` is the original, untouched. What `restore` takes."""
+
+    model: Any
+    plan: PrunePlan
+
+
+def prune(
+    model: nn.Module,
+    score: Choice | Sequence[Choice],
+    *,
+    ratio: float | Sequence[float],
+    stages: Sequence[int],
+    preset: str = "best",
+    dense: bool | None = None,
+    modes: Modes | nn.Module | None = None,
+) -> PrunedModel:
+    """Return a frozen model that removes the tokens that its task hardly uses.
+
+    ``model``: a transformers DINOv2, CLIP vision, ViT or Depth Anything model, or one of ours, in evaluation mode.
+    ``score``: an importance head, a name (random, tome, strided, evit, norm, cls-similarity, or a registered one) or a
+    function of the tokens [B, N, D] and the context; one for all stages, or one for each. ``ratio``: share of the patch
+    tokens that is removed in the end, split equally over the stages, or a share for each. ``stages``: removal after
+    these blocks. ``dense``: all patch tokens come back in the output, for decoders that read them (default: where
+    the model has such a decoder). ``modes``: preset "paper" on class tokens matches by d_task, with the metric of a
+    Spectral Pullback Network: the score itself, or this one; or with exact modes, a function.
+    """
+    scores: list[Any] = list(score) if isinstance(score, (list, tuple, nn.ModuleList)) else [score]
+    pruned = PrunedModel(model, plan_for(model, preset, ratio, stages, dense=dense), scores, modes)
+    for note in pruned.plan.notes(pruned.backbone.depth):
+        logger.warning(note)
+    return pruned
+
+
+def plan_for(
+    model: nn.Module, preset: str, ratio: float | Sequence[float], stages: Sequence[int], *, dense: bool | None = None
+) -> PrunePlan:
+    """Return the named plan for this model; ``dense`` as in `prune`."""
+    _check_model(model)
+    backbone = load_backbone(model)
+    assembler(backbone)  # refuses families whose output cannot be put together again
+    if dense is None:
+        dense = bool(backbone.hook_layers)
+    if not dense and backbone.hook_layers:
+        raise PullbackError(f"dense: the decoder of {backbone.name} reads all patch tokens, so they must come back.")
+    return named_plan(preset, ratio, stages, dense=dense, depth=backbone.depth)
+
+
+def _check_model(model: Any) -> None:
+    """Raise an error for what is no model, is pruned already, or returns what a pruned copy cannot."""
+    if isinstance(model, Pruned):
+        raise ModelError("model: it is pruned already. Prune the original: pb.prune(pb.restore(model), ...).")
+    if isinstance(model, (str, os.PathLike)):
+        raise ModelError(
+            f"model: expected a module, got the name {os.fspath(model)!r}. Load it first: "
+            f"pb.load_probe({os.fspath(model)!r}).backbone.model."
+        )
+    if not isinstance(model, nn.Module):
+        raise ModelError(
+            f"model: expected a module, got {type(model).__name__}. Of a probe it is probe.backbone.model."
+        )
+    check_output_class(model)
+
+
+def restore(pruned: nn.Module) -> nn.Module:
+    """Return the model that was pruned, exactly as it was."""
+    if not isinstance(pruned, Pruned):
+        raise ModelError(f"pruned: expected what pb.prune or pb.prune_views returned, got {type(pruned).__name__}.")
+    original: nn.Module = pruned.model
+    return original
+
+
+class PrunedModel(Pruned):
     """A model with its own call signature and output class, that removes tokens on the way.
 
     ``model`` is the original, untouched: nothing is patched, its weights are shared, and several differently pruned
@@ -50,7 +124,6 @@ class PrunedModel(nn.Module):
         _check_model(model)
         self.model, self.plan = model, plan
         self._take_apart()
-        self._assemble = assembler(self.backbone)
         self.scores, self.modes = prepared(self.backbone, plan, scores, modes)
         self.heads = nn.ModuleList(dict.fromkeys(score for score in self.scores if isinstance(score, nn.Module)))
         self.eval()
@@ -71,8 +144,14 @@ class PrunedModel(nn.Module):
     def main_input_name(self) -> str:
         return "pixel_values"
 
+    @property
+    def has_output(self) -> bool:
+        """Whether the model's own output can be made of what this plan leaves; `run` works without it, too."""
+        back = self.plan.reinsert != "none" or not self.backbone.hook_layers
+        return back and self.backbone.family in ASSEMBLE
+
     def train(self, mode: bool = True) -> PrunedModel:
-        """Stays in evaluation mode, also inside a network that is trained: the model is frozen, and not ours alone."""
+        """Stay in evaluation mode, also inside a network that is trained: the model is frozen, and not ours alone."""
         return super().train(False)
 
     def forward(self, pixel_values: Tensor, **options: Any) -> Any:
@@ -87,43 +166,73 @@ class PrunedModel(nn.Module):
         return output.to_tuple() if as_tuple else output
 
     def pruned(self, pixel_values: Tensor) -> Any:
-        """The model's output by the pruned route, whatever the ratio is."""
+        """Return the model's output by the pruned route, whatever the ratio is."""
         return self.with_record(pixel_values)[0]
 
     def with_record(self, pixel_values: Tensor) -> tuple[Any, PrunedRun]:
-        """The same, and what each stage did."""
-        layers = self._layers()
+        """Return the same, and what each stage did."""
+        assemble = assembler(self.backbone)
+        if not self.has_output:
+            raise PullbackError(
+                f"plan: the decoder of {self.backbone.name} reads all patch tokens, so they must come back; got a plan "
+                'with reinsert="none". Of such a plan run(images, layers) gives the tokens that are left.'
+            )
+        layers = tuple(sorted({*self.backbone.hook_layers, self.backbone.depth - 1}))
         run = self.run(pixel_values, layers)
         layout = self.backbone.token_layout(self._whole_patches(pixel_values))
-        return self._assemble(self.backbone, dict(zip(layers, run.taps, strict=True)), layout), run
+        return assemble(self.backbone, dict(zip(layers, run.taps, strict=True)), layout), run
 
     def run(self, pixel_values: Tensor, layers: Sequence[int]) -> PrunedRun:
-        """The tokens at some layers, and what each stage did."""
+        """Return the tokens at some layers, and what each stage did."""
         if not torch.compiler.is_compiling() and self._stale():
             self._take_apart()
         images = self._whole_patches(pixel_values)
         return forward(self.backbone, images, self.plan, self.scores, layers=layers, modes=self.modes)
 
     def save_pretrained(self, folder: str | Path) -> Path:
-        """The plan, the heads and the model, for `from_pretrained`."""
-        from pullback.pruning.model import save_pruned
-
-        return save_pruned(self, folder)
+        """Write the plan, the heads and the model, for `from_pretrained`. What cannot be saved is refused before."""
+        folder = Path(folder)
+        scores = [_name_or_network(score, number) for number, score in enumerate(self.scores)]
+        modes = _networks_of(self.modes)
+        networks = list(dict.fromkeys(choice for choice in [*scores, *modes.values()] if not isinstance(choice, str)))
+        entries = {network: _entry(network, number) for number, network in enumerate(networks)}
+        document = {
+            "plan": asdict(self.plan),
+            "scores": [{"name": choice} if isinstance(choice, str) else entries[choice] for choice in scores],
+            "modes": {layer: entries[network] for layer, network in modes.items()},
+            "class": _address(self.model),
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+        for network, entry in entries.items():
+            network.save_pretrained(folder / entry["head"])
+        _write_model(self.model, folder / MODEL)
+        write_json(folder / DOCUMENT, document)
+        return folder
 
     @classmethod
     def from_pretrained(
         cls, folder: str | Path, *, model: nn.Module | None = None, device: str | torch.device = "cpu"
     ) -> PrunedModel:
-        """What `save_pretrained` wrote; ``model`` instead of the saved copy, where there is one already."""
-        from pullback.pruning.model import load_pruned
-
-        return load_pruned(folder, model=model, device=device)
-
-    def _layers(self) -> tuple[int, ...]:
-        return tuple(sorted({*self.backbone.hook_layers, self.backbone.depth - 1}))
+        """Read what `save_pretrained` wrote; ``model`` instead of the saved copy, where there is one already."""
+        folder = Path(folder)
+        try:
+            document = read_json(folder / DOCUMENT)
+            plan, address, scores = PrunePlan(**document["plan"]), str(document["class"]), document["scores"]
+            modes = {int(layer): _mode_entry(layer, entry) for layer, entry in document["modes"].items()}
+            used = {entry["head"]: entry for entry in [*scores, *modes.values()] if "name" not in entry}
+        except (PullbackError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelError(
+                f"folder: {folder} holds no pruned model that can be read ({type(error).__name__}: {error}). Expected "
+                "one that save_pretrained wrote."
+            ) from None
+        networks = {place: _read_network(entry, folder) for place, entry in used.items()}  # one for all its uses
+        own = _read_model(address, folder) if model is None else model
+        choices = [entry["name"] if "name" in entry else networks[entry["head"]] for entry in scores]
+        known = {layer: metric_score(networks[entry["head"]]) for layer, entry in modes.items()}
+        return cls(own, plan, choices, StageModes(known) if known else None).to(device)
 
     def _whole_patches(self, images: Tensor) -> Tensor:
-        """The images [B, 3, H, W] without the pixels at the right and the bottom that fill no patch: the models' own
+        """Cut off the pixels of images [B, 3, H, W] at the right and the bottom that fill no patch: the models' own
         convolutions pass over them. An image without any patch is left to the backbone's error."""
         patch = self.backbone.patch_size
         height, width = images.shape[-2:]
@@ -132,14 +241,14 @@ class PrunedModel(nn.Module):
         return images[..., : height // patch * patch, : width // patch * patch]
 
     def _as_tuple(self, return_dict: bool | None) -> bool:
-        """What was asked for, else what the configuration says, as transformers does."""
+        """Whether a tuple was asked for, or, if nothing was, the configuration says so, as transformers does."""
         default = getattr(self.config, "return_dict", None)
         if return_dict is False and default is None:
             raise ModelError(f"return_dict: {type(self.model).__name__} has one form of output. Leave it out.")
         return (default if return_dict is None else return_dict) is False
 
     def _check(self, options: dict[str, Any]) -> None:
-        """Whatever would change the output is refused, also where the configuration asks for it."""
+        """Raise an error for options that would change the output, also where the configuration asks for them."""
         for name in EXTRAS:
             if options.get(name) is None and getattr(self.config, name, False):
                 raise ModelError(
@@ -155,7 +264,7 @@ class PrunedModel(nn.Module):
             )
 
     def _check_size(self, images: Tensor, interpolate: bool) -> None:
-        """As the model: positions for another size than the trained one only where the caller asks for them."""
+        """Raise an error where the model would: for another size than the trained one, unless it is asked for."""
         if interpolate or self.backbone.family not in FIXED_SIZE:
             return
         size = self.config.image_size
@@ -168,8 +277,8 @@ class PrunedModel(nn.Module):
             )
 
     def _take_apart(self) -> None:
-        """The backbone refers to the parameters that the model has now. They, and the layers that hold them, are kept
-        to notice others later."""
+        """Refer to the parameters that the model has now; they, and the layers that hold them, are kept to notice
+        others later."""
         self.backbone = load_backbone(self.model)
         self._places = [
             (place, name, value)
@@ -183,13 +292,13 @@ class PrunedModel(nn.Module):
         return any(place.get(name) is not value for place, name, value in self._places)
 
     def _apply(self, fn: Any, recurse: bool = True) -> PrunedModel:
-        """After a change of dtype or device the backbone refers to the new parameters."""
+        """Refer to the new parameters after a change of dtype or device."""
         super()._apply(fn, recurse)
         self._take_apart()
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy takes its own model apart: parts of parameters would else be copies of their own, and stay behind."""
+        """Leave out what refers to parameters: a copy takes its own model apart, and follows that one's changes."""
         return {name: value for name, value in self.__dict__.items() if name not in ("backbone", "_places")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -197,148 +306,28 @@ class PrunedModel(nn.Module):
         self._take_apart()
 
 
-def prune(
-    model: nn.Module,
-    score: Choice | Sequence[Choice],
-    *,
-    ratio: float | Sequence[float],
-    stages: Sequence[int],
-    preset: str = "best",
-    dense: bool | None = None,
-    modes: Modes | nn.Module | None = None,
-) -> PrunedModel:
-    """A frozen model that removes the tokens that its task hardly uses.
-
-    ``model``: a transformers DINOv2, CLIP vision, ViT or Depth Anything model, or one of ours, in evaluation mode.
-    ``score``: an importance head, a name (random, tome, strided, evit, norm, cls-similarity) or a function of the
-    tokens [B, N, D] and the context; one for all stages, or one for each. ``ratio``: share of the patch tokens that is
-    removed in the end, split equally over the stages, or a share for each. ``stages``: removal after these blocks.
-    ``dense``: all patch tokens come back in the output, for decoders that read them (default: where the model has such
-    a decoder). ``modes``: preset "paper" on class tokens matches by d_task, with the metric of a Spectral Pullback
-    Network: the score itself, or this one; or with exact modes, a function.
-    """
-    scores: list[Any] = list(score) if isinstance(score, (list, tuple, nn.ModuleList)) else [score]
-    pruned = PrunedModel(model, plan_for(model, preset, ratio, stages, dense=dense), scores, modes)
-    for note in pruned.plan.notes(pruned.backbone.depth):
-        logger.warning(note)
-    return pruned
-
-
-def plan_for(
-    model: nn.Module, preset: str, ratio: float | Sequence[float], stages: Sequence[int], *, dense: bool | None = None
-) -> PrunePlan:
-    """A named plan for this model; ``dense`` as in `prune`."""
-    _check_model(model)
-    backbone = load_backbone(model)
-    if dense is None:
-        dense = bool(backbone.hook_layers)
-    if not dense and backbone.hook_layers:
-        raise PullbackError(f"dense: the decoder of {backbone.name} reads all patch tokens, so they must come back.")
-    return named_plan(preset, ratio, stages, dense=dense, depth=backbone.depth)
-
-
-def _check_model(model: Any) -> None:
-    """Refuse what is no model, is pruned already, or returns what a pruned copy cannot."""
-    if isinstance(model, (PrunedModel, PrunedVGGT)):
-        raise ModelError("model: it is pruned already. Prune the original: pb.prune(pb.restore(model), ...).")
-    if isinstance(model, (str, os.PathLike)):
-        raise ModelError(
-            f"model: expected a module, got the name {os.fspath(model)!r}. Load it first: "
-            f"pb.load_probe({os.fspath(model)!r}).backbone.model."
-        )
-    if not isinstance(model, nn.Module):
-        raise ModelError(
-            f"model: expected a module, got {type(model).__name__}. Of a probe it is probe.backbone.model."
-        )
-    check_output_class(model)
-
-
-def restore(pruned: nn.Module) -> nn.Module:
-    """The model that was pruned, exactly as it was."""
-    if not isinstance(pruned, (PrunedModel, PrunedVGGT)):
-        raise ModelError(f"pruned: expected what pb.prune or pb.prune_views returned, got {type(pruned).__name__}.")
-    return pruned.model
-
-
-DOCUMENT, HEADS, MODEL = "pruned.json", "heads", "model"
-MODES = "modes"  # where older folders have the networks of d_task, by stage
-
-
-def save_pruned(pruned: PrunedModel, folder: str | Path) -> Path:
-    """Write all of it; the folder is made where it is missing. What cannot be saved is refused before that."""
-    folder = Path(folder)
-    if pruned.modes is not None and not isinstance(pruned.modes, StageModes):
-        raise ModelError(
-            "pruned: the modes of d_task are a function, which cannot be saved. Take a Spectral Pullback Network, or "
-            "save the plan and prune again where it is loaded."
-        )
-    modes: dict[str, Any] = {} if pruned.modes is None else dict(pruned.modes.networks.items())
-    scores = [_name_or_network(score, number) for number, score in enumerate(pruned.scores)]
-    networks = list(dict.fromkeys(choice for choice in [*scores, *modes.values()] if not isinstance(choice, str)))
-    entries = {network: _entry(network, number) for number, network in enumerate(networks)}
-    document = {
-        "plan": asdict(pruned.plan),
-        "scores": [{"name": choice} if isinstance(choice, str) else entries[choice] for choice in scores],
-        "modes": {layer: entries[network] for layer, network in modes.items()},
-        "class": _address(pruned.model),
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    for network, entry in entries.items():
-        network.save_pretrained(folder / entry["head"])
-    _write_model(pruned.model, folder / MODEL)
-    (folder / DOCUMENT).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    return folder
-
-
-def load_pruned(
-    folder: str | Path, *, model: nn.Module | None = None, device: str | torch.device = "cpu"
-) -> PrunedModel:
-    """What `save_pruned` wrote. ``model``: use this one instead of the saved copy."""
-    folder = Path(folder)
-    try:
-        document = json.loads((folder / DOCUMENT).read_text(encoding="utf-8"))
-        plan, address = PrunePlan(**document["plan"]), str(document["class"])
-        scores = [_Use.of(entry) for entry in document["scores"]]
-        modes = {int(layer): _Use.of_modes(layer, entry) for layer, entry in document["modes"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(
-            f"folder: {folder} holds no pruned model that can be read ({type(error).__name__}: {error}). Expected one "
-            "that save_pretrained wrote."
-        ) from None
-    # one network for all its uses, as it was
-    networks = {use: _read_network(use, folder) for use in dict.fromkeys([*scores, *modes.values()]) if use.address}
-    own = _read_model(address, folder) if model is None else model
-    choices = [networks.get(use, use.place) for use in scores]
-    known = {layer: networks[use] for layer, use in modes.items()}
-    return PrunedModel(own, plan, choices, StageModes(known) if known else None).to(device)
-
-
-@dataclass(frozen=True)
-class _Use:
-    """One entry of the document: a network by folder and class, or, without a class, a score by name."""
-
-    place: str
-    address: str = ""
-    dtype: str = ""
-
-    @classmethod
-    def of(cls, entry: dict[str, str]) -> _Use:
-        if "name" in entry:
-            return cls(entry["name"])
-        return cls(entry["head"], entry["class"], entry.get("dtype", ""))
-
-    @classmethod
-    def of_modes(cls, layer: str, entry: dict[str, str] | str) -> _Use:
-        return cls(f"{MODES}/{layer}", entry) if isinstance(entry, str) else cls.of(entry)
+# Folders
 
 
 def _name_or_network(score: Any, number: int) -> Any:
-    for name, known in SCORES.items():
-        if known is score:
+    for name, entry in registry.SCORES.items():
+        if not entry.needs and registry.resolve(entry.score) is score:
             return name
     if isinstance(score, HeadScore) and hasattr(score.head, "save_pretrained"):
         return score.head
     raise ModelError(f"score: stage {number} uses a function of your own, which cannot be saved. Use a name or a head.")
+
+
+def _networks_of(modes: Any) -> dict[str, nn.Module]:
+    """Return the networks whose metric d_task takes, by stage; none where it is not used."""
+    if modes is None:
+        return {}
+    if not isinstance(modes, StageModes) or len(modes.networks) < len(modes.scores):
+        raise ModelError(
+            "pruned: the modes of d_task are a function, which cannot be saved. Take a Spectral Pullback Network, or "
+            "save the plan and prune again where it is loaded."
+        )
+    return dict(modes.networks.items())
 
 
 def _entry(network: nn.Module, number: int) -> dict[str, str]:
@@ -349,12 +338,19 @@ def _entry(network: nn.Module, number: int) -> dict[str, str]:
     return entry | {"dtype": dtypes.pop()} if len(dtypes) == 1 else entry
 
 
-def _read_network(use: _Use, folder: Path) -> nn.Module:
-    """The network in its own dtype, which from_pretrained does not keep."""
-    kind, place = _class(use.address), folder / use.place
+def _mode_entry(layer: str, entry: dict[str, str] | str) -> dict[str, str]:
+    """Return the entry of a network of d_task, which in older folders is its class alone."""
+    return {"head": f"{MODES}/{layer}", "class": entry} if isinstance(entry, str) else entry
+
+
+def _read_network(entry: dict[str, str], folder: Path) -> nn.Module:
+    """Read the network in its own dtype, which from_pretrained does not keep."""
+    kind, place = _class(entry["class"]), folder / entry["head"]
     if not place.is_dir():
-        raise ModelError(f"folder: {folder} has no {use.place}/, which {DOCUMENT} names. Save the pruned model again.")
-    dtype = getattr(torch, use.dtype, None)
+        raise ModelError(
+            f"folder: {folder} has no {entry['head']}/, which {DOCUMENT} names. Save the pruned model again."
+        )
+    dtype = getattr(torch, entry.get("dtype", ""), None)
     network: nn.Module = kind.from_pretrained(place)
     return network.to(dtype) if isinstance(dtype, torch.dtype) else network
 
@@ -384,7 +380,7 @@ def _read_model(address: str, folder: Path) -> nn.Module:
 
 
 def _read_own(place: Path) -> nn.Module:
-    """A network of ours in the dtype of its file; `load_backbone` would make it float32."""
+    """Read a network of ours in the dtype of its file; `load_backbone` would make it float32."""
     locate(str(place))  # says what is missing
     config = read_config(str(place), "")
     reader = reader_of(config)
@@ -398,7 +394,7 @@ def _address(thing: Any) -> str:
 
 
 def _class(address: str) -> Any:
-    """The class at this address, from this package or transformers: a file does not choose what else is imported."""
+    """Import the class at this address, from this package or transformers alone: a file must not choose what runs."""
     module, _, name = address.partition(":")
     if module.partition(".")[0] not in ("pullback", "transformers"):
         raise ModelError(

@@ -1,4 +1,4 @@
-"""What is removed where, and what becomes of it: plain data, and the named combinations."""
+"""What is removed where, and what becomes of it: plain data, and the named plans."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from pullback.errors import PullbackError
+from pullback.registry import PRESETS
 
 Select = Literal["score", "cost"]
 Match = Literal["none", "task", "cosine", "bipartite", "strided"]
@@ -88,14 +89,14 @@ class PrunePlan:
         return sum(self.shares)
 
     def counts(self, patches: int) -> tuple[int, ...]:
-        """Tokens removed at each stage; together round(ratio * patches)."""
+        """Return how many tokens each stage removes; together round(ratio * patches)."""
         edges = [0]
         for done in range(1, len(self.shares) + 1):
             edges.append(round(sum(self.shares[:done]) * patches))
         return tuple(after - before for before, after in itertools.pairwise(edges))
 
     def check_depth(self, depth: int) -> None:
-        """Refuse stages that a backbone with so many blocks does not have."""
+        """Raise an error if a backbone with ``depth`` blocks does not have these stages."""
         if self.stages[-1] > depth - 2:
             raise PullbackError(
                 f"stages: expected blocks from 0 to {depth - 2} (of {depth}: after the last one nothing is left to "
@@ -103,7 +104,7 @@ class PrunePlan:
             )
 
     def notes(self, depth: int) -> tuple[str, ...]:
-        """What is allowed and yet odd about it, on a backbone with so many blocks."""
+        """Return warnings about stages that are allowed but useless on a backbone with ``depth`` blocks."""
         if self.fuse_last and self.stages[-1] == depth - 2 and self.shares[-1] > 0:
             return (
                 f"stages: block {depth - 2} is the last but one, and Last-Layer Fusion runs the last one on all "
@@ -112,26 +113,27 @@ class PrunePlan:
         return ()
 
     def with_ratio(self, ratio: float) -> PrunePlan:
-        """The same plan, the ratio split equally over the stages."""
+        """Return the same plan with another ratio, split equally over the stages."""
         return replace(self, shares=even(ratio, len(self.stages)))
 
 
 def even(ratio: float, stages: int) -> tuple[float, ...]:
+    """Split a ratio equally over so many stages."""
     return (ratio / max(1, stages),) * stages
 
 
 def plain(value: Any) -> Any:
-    """Scalars of NumPy and torch as Python's own numbers, which compare, print and become JSON; all else as it is."""
+    """Convert a scalar of NumPy or torch to a Python number, which JSON takes; return anything else as it is."""
     return value.item() if getattr(value, "ndim", None) == 0 and hasattr(value, "item") else value
 
 
 def is_number(value: Any) -> bool:
-    """True and False are none, though Python counts with them."""
+    """Whether value is an int or float, but not a bool."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def as_blocks(stages: Any) -> tuple[int, ...]:
-    """Block indices from any sequence of whole numbers."""
+    """Return block indices from any sequence of whole numbers."""
     blocks = _listed(stages)
     if blocks is None or not all(isinstance(block, int) and is_number(block) for block in blocks):
         raise PullbackError(f"stages: expected block indices from 0 in a list, such as [3, 6], got {stages!r}.")
@@ -139,7 +141,7 @@ def as_blocks(stages: Any) -> tuple[int, ...]:
 
 
 def as_shares(ratio: Any, stages: int) -> tuple[float, ...]:
-    """One number, split equally over so many stages, or one for each."""
+    """Return one share per stage, from one number that is split equally or from one for each."""
     shares = even(plain(ratio), stages) if is_number(plain(ratio)) else _listed(ratio)
     if shares is None or not all(is_number(share) for share in shares):
         raise PullbackError(
@@ -149,25 +151,21 @@ def as_shares(ratio: Any, stages: int) -> tuple[float, ...]:
 
 
 def _listed(values: Any) -> tuple[Any, ...] | None:
-    """The elements of a list, an array or a tensor; None of what has none, and of text, whose letters are no list."""
+    """Return the elements of a list, an array or a tensor; None for text and for what has no elements."""
     try:
         return None if isinstance(values, (str, bytes)) else tuple(plain(value) for value in values)
     except TypeError:
         return None
 
 
-PRESETS = ("best", "paper", "drop", "tome", "evit", "strided")
-
-
 def preset(
     name: str, ratio: float | Sequence[float], stages: Sequence[int], *, dense: bool = False, depth: int = 12
 ) -> PrunePlan:
-    """A named plan. ``ratio``: split equally over the stages, or a share for each. ``dense``: the decoder reads
-    patches.
+    """Return the plan of this name (`pullback.registry.PRESETS` says what each is).
 
-    best: what won on our measurements (docs/pruning.md). paper: section 7 literally. drop: the lowest scores go,
-    nothing else. tome, evit, strided: baselines from the literature that work on frozen models; their score is "tome",
-    "evit" or "strided".
+    ``ratio``: split equally over the stages, or a share for each. ``dense``: the decoder reads patches. ``depth``:
+    number of blocks of the backbone. tome, evit and strided are baselines from the literature that work on frozen
+    models; their score is "tome", "evit" or "strided".
     """
     stages = as_blocks(stages)
     shares = as_shares(ratio, len(stages))

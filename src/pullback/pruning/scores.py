@@ -1,31 +1,35 @@
-"""What a score may know besides the tokens.
+"""Which tokens matter: the scores that decide what is removed, and the modes that d_task needs (`eq:dtask`).
 
-Which tokens matter: scores that need no training, and a common form for those that do.
-
-Every score is (tokens [B, N, D], context) -> [B, N], not negative, the lowest are removed first. Scores of an image
-never depend on the others in its batch.
-
-The modes that d_task needs (`eq:dtask`), from networks that predict the metric.
+A score is a function (tokens [B, N, D], context) -> [B, N], not negative: the lowest are removed first. What it says of
+an image never depends on the other images of the batch. Two things are optional (`Checked`, `WithModes`): a score may
+refuse tokens that it was not made for, and it may know the modes of the metric by which it scores, so that scores and
+distances come from one prediction, as in the paper. Names are looked up in `pullback.registry.SCORES`, where others
+add theirs; networks that read the tokens alone become scores by `as_score`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pullback import registry
 from pullback.backbones import Backbone
-from pullback.errors import ModelError, PullbackError
+from pullback.errors import ModelError, PullbackError, ShapeError
+from pullback.operators import LowRankMetric
 from pullback.tokens import TokenLayout
+
+NEVER = 3.0  # a score above every 1 - cosine
 
 
 @dataclass(frozen=True, eq=False)
 class ScoreContext:
-    """The tokens are F^layer [B, N, D], after block ``layer``; some of the image's may be gone already."""
+    """What a score may know besides the tokens, which are F^layer [B, N, D], the output of block ``layer``; earlier
+    stages may have removed some of the image's."""
 
     backbone: Backbone
     layer: int
@@ -39,7 +43,7 @@ class ScoreContext:
 
     @property
     def prefix(self) -> int:
-        """Class and register tokens come first, and are never removed."""
+        """Number of class and register tokens, which come first and are never removed."""
         return self.layout.prefix
 
     def class_attention(self) -> Tensor:
@@ -59,13 +63,76 @@ class ScoreContext:
         return logits.softmax(-1).mean((1, 2))
 
 
-# (tokens [B, N, D], context) -> [B, N], not negative; the lowest are removed first
-Score = Callable[[Tensor, ScoreContext], Tensor]
+class Score(Protocol):
+    """A function of tokens [B, N, D]: scores [B, N], not negative, of which the lowest are removed first."""
+
+    def __call__(self, tokens: Tensor, context: ScoreContext, /) -> Tensor: ...
+
+
 # (tokens [B, N, D], context) -> sigma_j v_j [B, r, N, D], the scaled modes of J, or of a prediction of it
 Modes = Callable[[Tensor, ScoreContext], Tensor]
+# what users may pass for a score: a name, a network of the tokens alone, or a function
+Choice = str | nn.Module | Score
 
 
-NEVER = 3.0  # above every 1 - cosine
+@runtime_checkable
+class Checked(Protocol):
+    """A score that was made for certain tokens."""
+
+    def check(self, family: str, dim: int, layer: int) -> None:
+        """Raise an error if the score was made for another backbone family, token width or layer."""
+
+
+@runtime_checkable
+class WithModes(Protocol):
+    """A score that also knows the modes of the metric it scores by."""
+
+    def modes(self, tokens: Tensor, context: ScoreContext) -> Tensor:
+        """Return the scaled modes [B, r, N, D] at these tokens [B, N, D]."""
+        ...
+
+
+@runtime_checkable
+class MetricNetwork(Protocol):
+    """A network that predicts a metric of the tokens from the tokens [B, N, D] alone, and says so."""
+
+    predicts_metric: bool
+
+    def __call__(self, tokens: Tensor) -> LowRankMetric: ...
+
+
+def as_score(choice: Choice) -> Score:
+    """Return the score of a name in the registry, or of a network of the tokens alone; a function is one already."""
+    if isinstance(choice, str):
+        return _named(choice)
+    if isinstance(choice, nn.Module):
+        if isinstance(choice, HeadScore):
+            return choice
+        return MetricScore(choice) if isinstance(choice, MetricNetwork) else HeadScore(choice)
+    if not callable(choice):
+        raise PullbackError(f"score: expected a name, a head or a function, got {type(choice).__name__}.")
+    return choice
+
+
+def score_names() -> list[str]:
+    """Return the names of the scores that need nothing but the tokens, with those of plugins."""
+    registry.load_plugins()
+    return [name for name, entry in registry.SCORES.items() if not entry.needs]
+
+
+def _named(name: str) -> Score:
+    names = score_names()
+    entry = registry.SCORES.get(name)
+    if entry is None or entry.needs:
+        why = "" if entry is None else f" ({name!r} is made of a {entry.needs}, and has no meaning by itself)"
+        raise PullbackError(
+            f"score: expected one of {', '.join(names)}, an importance head or a function, got {name!r}{why}."
+        )
+    score: Score = registry.resolve(entry.score)
+    return score
+
+
+# Scores that need no training
 
 
 def random(tokens: Tensor, context: ScoreContext) -> Tensor:
@@ -81,6 +148,7 @@ def _drawn(count: int) -> Tensor:
 
 
 def token_norm(tokens: Tensor, context: ScoreContext) -> Tensor:
+    """Length of each token."""
     return tokens.float().norm(dim=-1)
 
 
@@ -131,98 +199,98 @@ def _redundancy(tokens: Tensor, stays: Tensor, context: ScoreContext) -> Tensor:
     return torch.where(stays | ~patch, NEVER, 1 - closest)
 
 
-SCORES: dict[str, Score] = {
-    "random": random,
-    "tome": bipartite_redundancy,
-    "strided": strided_redundancy,
-    "evit": class_attention,
-    "norm": token_norm,
-    "cls-similarity": class_similarity,
-}
-
-
-def as_score(choice: str | nn.Module | Score) -> Score:
-    """By name; an importance head, which needs the tokens alone; or any function of the tokens and the context."""
-    if isinstance(choice, str):
-        if choice not in SCORES:
-            raise PullbackError(
-                f"score: expected one of {', '.join(SCORES)}, an importance head or a function, got {choice!r}."
-            )
-        return SCORES[choice]
-    if isinstance(choice, nn.Module):
-        return choice if isinstance(choice, HeadScore) else HeadScore(choice)
-    if not callable(choice):
-        raise PullbackError(f"score: expected a name, a head or a function, got {type(choice).__name__}.")
-    return choice
+# Networks as scores
 
 
 class HeadScore(nn.Module):
-    """A network of the tokens alone, as a score: one that gives scores [B, N], or, as a Spectral Pullback Network does,
-    a metric, whose importance counts."""
+    """A network from tokens [B, N, D] to scores [B, N], such as an importance head, as a score."""
 
     def __init__(self, head: nn.Module) -> None:
         super().__init__()
         self.head = head
 
     def forward(self, tokens: Tensor, context: ScoreContext) -> Tensor:
-        found = self.head(tokens)
-        return found if isinstance(found, Tensor) else found.importance()
+        return self.head(tokens)
 
     def check(self, family: str, dim: int, layer: int) -> None:
-        """Refuse a head of another width, family or layer, where the head says what it was made for."""
-        config: Any = getattr(self.head, "config", None)
-        if getattr(config, "dim", dim) != dim:
-            raise ModelError(f"head: expected one for tokens of width {dim}, got width {config.dim}.")
-        origin = getattr(config, "origin", None)
-        if origin is not None:
-            origin.check("head", family=family, layer=layer)
+        check_network("head", self.head, family, dim, layer)
 
 
-SPN = "spectral-pullback-network"
+class MetricScore(HeadScore):
+    """A network that predicts a metric, such as a Spectral Pullback Network: the metric's importance is the score."""
+
+    def forward(self, tokens: Tensor, context: ScoreContext) -> Tensor:
+        return self._metric(tokens).importance()
+
+    def modes(self, tokens: Tensor, context: ScoreContext) -> Tensor:
+        """sqrt(lambda_j) u_j [B, r, N, D]."""
+        return self._metric(tokens).token_factors().transpose(1, 2)
+
+    def _metric(self, tokens: Tensor) -> LowRankMetric:
+        metric: LowRankMetric = self.head(tokens)
+        if metric.modes.shape[2:] != tokens.shape[1:]:
+            raise ShapeError(
+                f"spn: expected modes on the tokens themselves, [B, r, {tokens.shape[1]}, {tokens.shape[2]}], got "
+                f"{list(metric.modes.shape)}: a metric of another (latent) space does not score tokens."
+            )
+        return metric
 
 
 class StageModes(nn.Module):
-    """sqrt(lambda_j) u_j [B, r, N, D] of the Spectral Pullback Network of each stage."""
+    """The modes of the score that each stage names: (tokens [B, N, D], context) -> [B, r, N, D]."""
 
-    def __init__(self, networks: Mapping[int, nn.Module]) -> None:
+    def __init__(self, scores: Mapping[int, WithModes]) -> None:
         super().__init__()
-        self.networks = nn.ModuleDict({str(layer): network for layer, network in networks.items()})
+        self.scores = dict(scores)
+        networks = {str(layer): score.head for layer, score in scores.items() if isinstance(score, MetricScore)}
+        self.networks = nn.ModuleDict(networks)
 
     def check(self, family: str, dim: int) -> None:
-        """Refuse a network of another width, family or layer, where it says what it was made for, and one that
-        predicts no metric of the tokens."""
+        """Raise an error if a network was made for another family, width or layer, or for a latent space."""
         for layer, network in self.networks.items():
-            config: Any = getattr(network, "config", None)
-            if getattr(network, "kind", SPN) != SPN:
-                raise ModelError(
-                    f"modes: expected a SpectralPullbackNetwork or a function, got {type(network).__name__}, which "
-                    "predicts no modes. As a score it is the second argument of pb.prune."
-                )
-            if getattr(config, "latent", None) is not None:
+            if getattr(getattr(network, "config", None), "latent", None) is not None:
                 raise ModelError(
                     "modes: expected modes of tokens, got a network with a latent space. Train one without."
                 )
-            if getattr(config, "dim", dim) != dim:
-                raise ModelError(f"modes: expected a network for tokens of width {dim}, got width {config.dim}.")
-            origin = getattr(config, "origin", None)
-            if origin is not None:
-                origin.check("modes", family=family, layer=int(layer))
+            check_network("modes", network, family, dim, int(layer))
 
     def forward(self, tokens: Tensor, context: ScoreContext) -> Tensor:
-        metric: Any = self.networks[str(context.layer)](tokens)
-        return metric.token_factors().transpose(1, 2)
+        return self.scores[context.layer].modes(tokens, context)
 
 
 def as_modes(choice: Modes | nn.Module | None, stages: Sequence[int], scores: Sequence[Score]) -> Modes | None:
-    """A function as it is; a Spectral Pullback Network for all stages; or, without either, the networks that score,
-    where all of them predict a metric: then scores and distances come from one prediction, as in the paper."""
+    """Return the modes for the matching by d_task, None where there are none.
+
+    A function is taken as it is, a network that predicts a metric serves all stages. Without either, the scores give
+    their own modes, if all of them have some.
+    """
     if isinstance(choice, nn.Module) and not isinstance(choice, StageModes):
-        return StageModes(dict.fromkeys(stages, choice))
+        return StageModes(dict.fromkeys(stages, metric_score(choice)))
     if choice is not None:
         return choice
-    networks = [score.head for score in scores if isinstance(score, HeadScore) and _predicts_a_metric(score.head)]
-    return StageModes(dict(zip(stages, networks, strict=True))) if len(networks) == len(stages) else None
+    known = [score for score in scores if isinstance(score, WithModes)]
+    return StageModes(dict(zip(stages, known, strict=True))) if len(known) == len(stages) else None
 
 
-def _predicts_a_metric(network: nn.Module) -> bool:
-    return getattr(network, "kind", None) == SPN
+def metric_score(network: nn.Module) -> WithModes:
+    """Return the score of a network that predicts a metric; raise an error for one that does not."""
+    score = as_score(network)
+    if not isinstance(score, WithModes):
+        raise ModelError(
+            f"modes: expected a SpectralPullbackNetwork or a function, got {type(network).__name__}, which predicts no "
+            "modes. As a score it is the second argument of pb.prune."
+        )
+    return score
+
+
+def check_network(
+    argument: str, network: nn.Module, family: str, dim: int, layer: int, weights: str | None = None
+) -> None:
+    """Raise an error that blames ``argument`` if the network says that it was made for another width, family, layer or
+    set of weights (their hash)."""
+    config: Any = getattr(network, "config", None)
+    if getattr(config, "dim", dim) != dim:
+        raise ModelError(f"{argument}: expected one for tokens of width {dim}, got width {config.dim}.")
+    origin = getattr(config, "origin", None)
+    if origin is not None:
+        origin.check(argument, family=family, layer=layer, weights=weights)

@@ -10,35 +10,36 @@ from torch import Tensor
 
 from pullback.randnla.student import student_quantile
 
-ROUND_OFF = 1e-6
-"""No estimate claims a smaller relative error: products in float32 are no better."""
-
 
 @dataclass(frozen=True)
 class Estimate:
-    """``value`` ± 2 ``se`` is a 95 % interval, also when few probes were drawn. Both tensors are float64."""
+    """``value`` ± 2 ``se`` is a 95 % interval, also when few probes were drawn. Both tensors are float64.
+
+    ``round_off``, below, is that of the operator behind the value: no estimate claims a smaller relative error than the
+    arithmetic of its products allows.
+    """
 
     value: Tensor
     se: Tensor
 
     @classmethod
-    def exact(cls, value: Tensor) -> Estimate:
-        """Computed without sampling: only round-off is left."""
-        return cls.of(value, torch.zeros_like(value))
+    def exact(cls, value: Tensor, *, round_off: float) -> Estimate:
+        """A value computed without sampling: only round-off is left."""
+        return cls.of(value, torch.zeros_like(value), round_off=round_off)
 
     @classmethod
-    def of(cls, value: Tensor, se: Tensor) -> Estimate:
-        """Any value and standard error, with the round-off floor put under the latter."""
+    def of(cls, value: Tensor, se: Tensor, *, round_off: float) -> Estimate:
+        """Any value and standard error, with the floor ``round_off`` * |value| put under the latter."""
         value, se = value.double(), se.double()
-        return cls(value, torch.maximum(se, ROUND_OFF * value.abs()))
+        return cls(value, torch.maximum(se, round_off * value.abs()))
 
     @classmethod
-    def from_samples(cls, samples: Tensor, offset: Tensor | float = 0.0) -> Estimate:
+    def from_samples(cls, samples: Tensor, offset: Tensor | float = 0.0, *, round_off: float) -> Estimate:
         """offset + mean of independent samples [B, m], m >= 2."""
         samples = samples.double()
         count = samples.shape[-1]
         se = samples.std(-1) / math.sqrt(count)
-        return cls.of(offset + samples.mean(-1), student_scale(count) * se)
+        return cls.of(offset + samples.mean(-1), student_scale(count) * se, round_off=round_off)
 
     @property
     def relative_se(self) -> Tensor:

@@ -29,25 +29,40 @@ def orthonormalize(columns: Tensor, against: Tensor | None = None, *, threshold:
 
 
 def qr_basis(columns: Tensor) -> Tensor:
-    """The Q of a QR of columns [B, n, b] with a positive diagonal of R, in order: the first j span what the first j of
-    ``columns`` do. By Householder reflections where columns depend on each other too much for `cholesky_qr`."""
-    basis, trusted = cholesky_qr(columns)
+    """The Q of a QR of columns [B, n, b] with a positive diagonal of R, in order: the first j columns of Q span what
+    the first j of ``columns`` do, to the round-off of their dtype (1e-12 in float64).
+
+    By `cholesky_qr`, or by Householder reflections if the columns of any sample depend on each other too much for it.
+    """
+    basis, trusted = cholesky_qr(columns, tolerance=max(torch.finfo(columns.dtype).eps, 1e-12))
     return basis.to(columns.dtype) if bool(trusted.all()) else _householder(columns)
 
 
-def cholesky_qr(columns: Tensor) -> tuple[Tensor, Tensor]:
-    """(Q [B, n, b] in float64, whether it can be trusted [B]): Q = X R^-1 with X^T X = R^T R, twice for its last
-    digits. The small factor is inverted, since a triangular solve with long columns is slow on a GPU too."""
+def cholesky_qr(columns: Tensor, *, tolerance: float) -> tuple[Tensor, Tensor]:
+    """Q = X R^-1 with X^T X = R^T R for columns X [B, n, b], twice for its last digits.
+
+    Returns Q [B, n, b] in float64, and whether it can be trusted [B]: Q^T Q = I to round-off, and the j-th column of X
+    lies in the span of the first j of Q, to about ``tolerance`` of its length.
+
+    R^-1 is formed, since a triangular solve with long columns is slow on a GPU. Trust follows from R^-1 alone, not from
+    which matrices LAPACK refuses: that differs between machines, and nearly dependent columns get a factor of noise.
+    Any triangular R^-1 keeps the order of the spans, even a wrong one, so two things remain that can go wrong:
+    - with columns of length 1, X R^-1 is rounded by up to eps sum_i |R^-1_ij| in column j, which moves the spans;
+    - the first round may leave columns that are still too dependent for the second to make them orthonormal.
+    """
     basis = columns.double()
-    trusted = torch.ones(len(columns), dtype=torch.bool, device=columns.device)
+    eye = torch.eye(basis.shape[-1], dtype=basis.dtype, device=basis.device)
+    rounded = torch.zeros_like(basis[:, :1])  # [B, 1, b]: the length of what rounding may have added to each column
     for _ in range(2):
         lengths = torch.linalg.vector_norm(basis, dim=1, keepdim=True)
-        basis = basis / torch.where(lengths > 0, lengths, 1.0)
-        lower, failed = torch.linalg.cholesky_ex(basis.mT @ basis)
-        trusted = trusted & (failed == 0)
-        eye = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device)
-        basis = basis @ torch.linalg.solve_triangular(lower, eye.expand_as(lower), upper=False).mT
-    return basis, trusted
+        lengths = torch.where(lengths > 0, lengths, 1.0)
+        basis = basis / lengths
+        lower = torch.linalg.cholesky_ex(basis.mT @ basis).L
+        inverse = torch.linalg.solve_triangular(lower, eye.expand_as(lower), upper=False).mT
+        basis = basis @ inverse
+        rounded = (rounded / lengths + torch.finfo(basis.dtype).eps) @ inverse.abs()
+    orthonormal = torch.linalg.matrix_norm(inverse, ord=1) <= 10  # the second round's, which is near I
+    return basis, (rounded.amax((1, 2)) <= tolerance) & orthonormal  # both are False for NaN
 
 
 def _householder(columns: Tensor) -> Tensor:

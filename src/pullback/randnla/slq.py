@@ -59,15 +59,15 @@ def effective_rank(
     The change that the last 5 Lanczos steps made is added to the se. Costs 2 lanczos_steps products per probe.
     """
     if svd is not None and svd.spectrum is not None:
-        return Estimate.exact(effective_rank_from_spectrum(svd.spectrum))
+        return Estimate.exact(effective_rank_from_spectrum(svd.spectrum), round_off=op.round_off)
     side = op.T if op.rows <= op.cols else op  # A = side^T side
     known = _known(op, svd)
     samples = _sample(side, known, num_probes, lanczos_steps, streams)
-    result = _combine(known, samples)
+    result = _combine(known, samples, op.round_off)
     while rtol is not None and samples.shape[-1] < max_probes and (result.relative_se > rtol).any():
         count = min(num_probes, max_probes - samples.shape[-1])
         samples = torch.cat([samples, _sample(side, known, count, lanczos_steps, streams)], -1)
-        result = _combine(known, samples)
+        result = _combine(known, samples, op.round_off)
     return result
 
 
@@ -97,7 +97,7 @@ def _entropy(alpha: Tensor, beta: Tensor) -> Tensor:
     return -(weights * torch.special.entr(nodes.clamp_min(0))).sum(-1)
 
 
-def _combine(known: _Known, samples: Tensor) -> Estimate:
+def _combine(known: _Known, samples: Tensor, round_off: float) -> Estimate:
     """Jackknife of T exp(-E / T) over the probes (Efron 1982)."""
     count = samples.shape[-1]
     mean = samples.mean(-1)
@@ -107,7 +107,7 @@ def _combine(known: _Known, samples: Tensor) -> Estimate:
     leave_one_out = _exp_entropy(known.trace[:, None] + without[0], known.entropy[:, None] + without[1])
     corrected = count * value - (count - 1) * leave_one_out.mean(-1)
     se = leave_one_out.std(-1, correction=0) * math.sqrt(count - 1)
-    return Estimate.of(corrected, torch.hypot(student_scale(count) * se, value - rough))
+    return Estimate.of(corrected, torch.hypot(student_scale(count) * se, value - rough), round_off=round_off)
 
 
 def _exp_entropy(trace: Tensor, entropy: Tensor) -> Tensor:

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from pullback.errors import PullbackError, RankError
 from pullback.operators.base import LinearOperator, ProductCount
+from pullback.operators.execution import matmul_precision
+from pullback.randnla.eigenpairs import all_eigenpairs, leading_eigenpairs
 from pullback.randnla.krylov import KrylovSpace, grow_until, truncation_error
 from pullback.randnla.orthonormal import gram, qr_basis
 from pullback.randnla.streams import Streams
@@ -113,47 +115,59 @@ def block_krylov(
     return _from_space(space, rank, error, op.products - spent, min(op.rows, op.cols))
 
 
-def exact_svd(op: LinearOperator, rank: int, *, chunk: int = 8192) -> Svd:
-    """All singular values from the dense J, formed by min(m, n) products; eigenproblem of the small Gram in float64."""
+def exact_svd(
+    op: LinearOperator, rank: int, *, full: bool = True, precision: str = "float32", chunk: int = 8192
+) -> Svd:
+    """The leading modes and all column energies from the dense J, formed by min(m, n) products.
+
+    The eigenproblem of the small Gram matrix is solved in float64. ``full``: for all singular values; without them a
+    GPU is several times faster. ``precision`` "tf32" or "bf16": the Gram matrix is added up from TF32 products, whose
+    independent rounding averages out over the long side of J.
+    """
     check_rank(op, rank)
     spent = op.products
     dense = op.dense()
     wide = op.rows <= op.cols
     thin = dense.mT if wide else dense  # the long side first: [B, max(m, n), p]
-    small, squares = _products_and_rows(thin, chunk)
-    values, vectors = torch.linalg.eigh(small)
-    spectrum = values.flip(-1).clamp_min(0).sqrt()
-    leading = vectors.flip(-1)[..., :rank].to(op.dtype)
-    right = leading
+    small, squares = gram_and_rows(thin, precision, chunk)
+    if full:
+        values, vectors = all_eigenpairs(small, small.shape[-1])
+        vectors = vectors[..., :rank]
+    else:
+        values, vectors = (leading_eigenpairs if small.is_cuda else all_eigenpairs)(small, rank)
+    right = vectors.to(op.dtype)
     if wide:  # v = J^T u / sigma, with zeros where sigma vanishes
-        right = thin @ leading
+        right = thin @ right
         norms = torch.linalg.vector_norm(right, dim=1, keepdim=True, dtype=torch.float64)  # float32 loses 3e-4 here
         kept = norms > torch.finfo(op.dtype).eps * norms[..., :1]
         right = right * (kept / torch.where(kept, norms, 1.0)).to(op.dtype)
-    spectrum = spectrum.to(op.dtype)
-    exactly = torch.zeros_like(spectrum[:, :rank])
+    sigma = values.clamp_min(0).sqrt().to(op.dtype)
     return Svd(
-        spectrum[:, :rank],
+        sigma[:, :rank],
         right,
-        exactly,
+        torch.zeros_like(sigma[:, :rank]),
         op.products - spent,
         1,
-        spectrum=spectrum,
+        spectrum=sigma if full else None,
         column_energies=squares if wide else small.diagonal(dim1=1, dim2=2),
     )
 
 
-def _products_and_rows(thin: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
-    """X^T X [B, p, p] and the squared norms [B, q] of the rows of X [B, q, p], in float64.
+def gram_and_rows(thin: Tensor, precision: str = "float32", chunk: int = 8192) -> tuple[Tensor, Tensor]:
+    """X^T X [B, p, p] and the squared norms [B, q] of the rows of X [B, q, p], both float64.
 
     Only pieces of X are copied to float64: X itself may fill the memory.
     """
     small = thin.new_zeros(len(thin), thin.shape[2], thin.shape[2], dtype=torch.float64)
     squares = []
     for part in thin.split(chunk, dim=1):
-        piece = part.double()
-        small += gram(piece, piece)
-        squares.append(torch.linalg.vector_norm(piece, dim=2).square())
+        if precision == "float32":
+            part = part.double()
+            small += part.mT @ part
+        else:
+            with matmul_precision("tf32"):
+                small += part.mT @ part
+        squares.append(torch.linalg.vector_norm(part, dim=2, dtype=torch.float64).square())
     return small, torch.cat(squares, 1)
 
 

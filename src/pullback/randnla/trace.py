@@ -12,7 +12,8 @@ from pullback.randnla.streams import Streams
 
 def hutchinson(op: LinearOperator, *, num_probes: int = 100, streams: Streams) -> Estimate:
     """Mean of |J z|^2 over Rademacher z (Hutchinson 1990; the paper's Algorithm 1). JVPs only."""
-    return Estimate.from_samples(_energies(op @ streams.rademacher(op.cols, num_probes, op.dtype)))
+    energies = _energies(op @ streams.rademacher(op.cols, num_probes, op.dtype))
+    return Estimate.from_samples(energies, round_off=op.round_off)
 
 
 def deflated_hutchinson(
@@ -35,11 +36,11 @@ def deflated_hutchinson(
     probes, probe_images = first or draw_probes(op, num_probes, streams)
     samples = tail_energies(probes, probe_images, basis, image)
     captured = energy(image)
-    total = Estimate.from_samples(samples, captured)
+    total = Estimate.from_samples(samples, captured, round_off=op.round_off)
     while rtol is not None and samples.shape[-1] < max_probes and (total.relative_se > rtol).any():
         more = tail_energies(*draw_probes(op, min(num_probes, max_probes - samples.shape[-1]), streams), basis, image)
         samples = torch.cat([samples, more], -1)
-        total = Estimate.from_samples(samples, captured)
+        total = Estimate.from_samples(samples, captured, round_off=op.round_off)
     return total
 
 

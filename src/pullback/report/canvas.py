@@ -1,7 +1,4 @@
-"""What every figure shares: the look in two themes, pictures side by side, the colours of task energy.
-
-The look of the pages, light and dark.
-"""
+"""What every figure shares: the look in two themes, pictures side by side, the colours of task energy."""
 
 from __future__ import annotations
 
@@ -25,6 +22,8 @@ DPI = 150
 
 @dataclass(frozen=True)
 class Theme:
+    """The colours of a figure on light or on dark paper."""
+
     ink: str
     faint: str
     paper: str
@@ -37,6 +36,7 @@ DARK = Theme(ink="#e6edf3", faint="#7d8590", paper="#161b22", layers=(0.38, 0.98
 
 @contextmanager
 def style(theme: Theme) -> Iterator[None]:
+    """Set matplotlib's fonts and colours for a theme; restored on exit."""
     with mpl.rc_context(
         {
             "font.size": 9,
@@ -58,7 +58,7 @@ def style(theme: Theme) -> Iterator[None]:
 
 
 class PictureGrid:
-    """Rows of pictures without gaps, placed by hand in inches: layouts leave holes here.
+    """Rows of pictures side by side, placed in inches, because matplotlib's layouts leave holes between pictures.
 
     ``margins`` (left, right, top, bottom) are for words and colour bars.
     """
@@ -76,12 +76,12 @@ class PictureGrid:
         self.cells = [[self._cell(row, column) for column in range(columns)] for row in range(rows)]
 
     def place(self, x: float, y: float, width: float, height: float) -> Axes:
-        """Axes at inches from the lower left corner."""
+        """Add axes at a place in inches from the lower left corner."""
         box = (x / self.width, y / self.height, width / self.width, height / self.height)
         return self.figure.add_axes(box)
 
     def corner(self, row: int, column: int) -> tuple[float, float]:
-        """The lower left corner of a cell in inches; row 0 is the upper one."""
+        """Return the lower left corner of a cell in inches; row 0 is the upper one."""
         x = self._left + self.GAP + column * (self.side + self.GAP)
         return x, self._bottom + self.GAP + (self._rows - 1 - row) * (self.tall + self.GAP)
 
@@ -92,20 +92,20 @@ class PictureGrid:
 
 
 def relative_energy(patches: np.ndarray) -> np.ndarray:
-    """Energy [b, h, w] as a multiple of its mean over each picture."""
+    """Divide energies [b, h, w] by their mean over each picture."""
     relative: np.ndarray = patches / np.maximum(patches.mean((1, 2), keepdims=True), 1e-300)
     return relative
 
 
 def energy_scale(relative: np.ndarray) -> LogNorm:
-    """One scale for all images of the figure, at most two and a half decades: less than that is as good as nothing."""
+    """Choose one colour scale for all pictures of a figure, at most two and a half decades wide."""
     low, high = np.percentile(relative, [5, 99.5])
     high = max(float(high), 1.5)
     return LogNorm(min(max(float(low), high / 300), 0.7), high)
 
 
 def energy_bar(grid: PictureGrid, axes: Axes, scale: LogNorm) -> None:
-    """What the colours of patches mean, beside the pictures."""
+    """Draw the bar that says what the colours of patches mean."""
     bar = grid.figure.colorbar(ScalarMappable(scale, "inferno"), cax=axes, extend="both")
     plain_log_ticks(axes)
     bar.outline.set_visible(False)
@@ -113,7 +113,7 @@ def energy_bar(grid: PictureGrid, axes: Axes, scale: LogNorm) -> None:
 
 
 def lay_energy_over(axes: Axes, picture: np.ndarray, relative: np.ndarray, scale: LogNorm) -> None:
-    """The picture in grey under its patches in the colours of their energy."""
+    """Draw a picture in grey under its patches in the colours of their energy."""
     height, width = picture.shape[:2]
     grey = (picture.astype(float) @ np.array([0.299, 0.587, 0.114])) / 255
     axes.imshow(grey, cmap="gray", vmin=-0.2, vmax=1.2)
@@ -122,13 +122,13 @@ def lay_energy_over(axes: Axes, picture: np.ndarray, relative: np.ndarray, scale
 
 
 def corner_note(axes: Axes, text: str) -> None:
-    """Light on dark in the lower left corner of a picture."""
+    """Write light on dark into the lower left corner of a picture."""
     box = {"facecolor": "black", "alpha": 0.55, "pad": 1.5, "lw": 0}
     axes.text(0.03, 0.04, text, color="white", fontsize=7, transform=axes.transAxes, bbox=box)
 
 
 def plain_log_ticks(axes: Axes, along: str = "y") -> None:
-    """0.5, 1, 2, 5 rather than powers of ten, the fewer the more decades there are."""
+    """Label a logarithmic axis with 0.5, 1, 2, 5 rather than powers of ten, with fewer labels the more decades."""
     low, high = sorted(axes.get_ylim() if along == "y" else axes.get_xlim())
     span = high / low
     subs = (1.0, 2.0, 3.0, 5.0, 7.0) if span < 8 else (1.0, 2.0, 5.0) if span < 200 else (1.0,)
@@ -139,63 +139,23 @@ def plain_log_ticks(axes: Axes, along: str = "y") -> None:
 
 
 def title(figure: Figure, text: str, **where: Any) -> None:
+    """Write a title at the left edge."""
     figure.suptitle(text, x=0.06 / figure.get_figwidth(), ha="left", fontsize=10, **where)
 
 
 def title_at_the_top(figure: Figure, text: str) -> None:
-    """For figures placed by hand."""
+    """Write a title into the top margin of a `PictureGrid`."""
     title(figure, text, y=1 - 0.07 / figure.get_figheight(), va="top")
 
 
+def beside(axes: Axes, text: str, y: float = 0.5) -> None:
+    """Write upright along the left edge of a picture, at the height ``y``."""
+    axes.text(-0.03, y, text, rotation=90, ha="right", va="center", fontsize=8, transform=axes.transAxes)
+
+
 def png(figure: Figure, dpi: int) -> bytes:
+    """Return a figure as a PNG file."""
     FigureCanvasAgg(figure)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=dpi, pil_kwargs={"compress_level": 4})  # half the time, 5 % larger
     return buffer.getvalue()
-
-
-CSS = """\
-:root {
-  color-scheme: light dark;
-  --ink: #1f2328; --faint: #59636e; --paper: #f6f8fa; --card: #ffffff; --line: #d8dee4;
-  --accent: #31688e; --warm: #9a6700;
-}
-@media (prefers-color-scheme: dark) {
-  :root {
-    --ink: #e6edf3; --faint: #9198a1; --paper: #0d1117; --card: #161b22; --line: #30363d;
-    --accent: #6ece58; --warm: #d29922;
-  }
-}
-* { box-sizing: border-box; }
-body {
-  margin: 0 auto; padding: 3rem 1.25rem; max-width: 66rem; background: var(--paper); color: var(--ink);
-  font: 16px/1.6 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif;
-}
-header { max-width: 46rem; margin-bottom: 2.5rem; }
-h1 { margin: 0 0 1rem; font-size: 2.1rem; line-height: 1.2; letter-spacing: -0.02em; text-wrap: balance; }
-h2 { margin: 0; font-size: 1.35rem; letter-spacing: -0.01em; }
-h2 span { color: var(--accent); }
-.eyebrow { margin: 0 0 0.4rem; color: var(--accent); font-size: 0.85rem; font-weight: 600; letter-spacing: 0.04em; }
-.note { padding: 0.7rem 1rem; border-left: 3px solid var(--warm); background: var(--card); border-radius: 0 8px 8px 0; }
-section {
-  margin: 0 0 2rem; padding: 1.5rem 1.75rem; background: var(--card);
-  border: 1px solid var(--line); border-radius: 12px;
-}
-.facts { margin: 0.2rem 0 1.2rem; color: var(--faint); font-size: 0.9rem; }
-.scroll { overflow-x: auto; }
-table { width: 100%; border-collapse: collapse; font-size: 0.9rem; font-variant-numeric: tabular-nums; }
-th, td { padding: 0.5rem 0.9rem 0.5rem 0; border-bottom: 1px solid var(--line); text-align: left; white-space: nowrap; }
-th { color: var(--faint); font-weight: 500; }
-td:first-child { font-weight: 600; }
-small { color: var(--faint); font-size: 0.85em; }
-.advice { margin: 1.2rem 0; padding: 0; list-style: none; }
-.advice li { margin: 0.3rem 0; }
-.advice b { margin-right: 0.4rem; color: var(--accent); }
-figure { margin: 1.75rem 0 0; }
-img { display: block; width: 100%; height: auto; margin-bottom: 0.75rem; }
-figcaption { max-width: 46rem; color: var(--faint); font-size: 0.9rem; }
-details { margin-top: 1.5rem; }
-summary { cursor: pointer; color: var(--accent); }
-details table { width: auto; }
-footer { color: var(--faint); font-size: 0.8rem; text-align: center; }
-"""

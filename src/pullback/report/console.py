@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from rich import box
@@ -11,10 +11,13 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from pullback.registry import BackboneEntry, DecoderEntry, ScoreEntry
 from pullback.report.wording import (
     UNKNOWN,
     counted,
+    findings,
     lower_bound,
+    missed,
     percent,
     plain,
     plus_minus,
@@ -30,7 +33,7 @@ _LABEL_WIDTH, _LAYER_WIDTH, _GAP = 26, 15, 3
 
 
 def diagnosis_summary(document: dict[str, Any], width: int) -> RenderableType:
-    """Everything a reader wants at the end of a run, in tables of at most ``width`` characters."""
+    """Build what is printed at the end of a run: tables of at most ``width`` characters, then findings and notes."""
     layers = document["layers"]
     across = max(1, (width - _LABEL_WIDTH) // (_LAYER_WIDTH + _GAP))
     parts: list[RenderableType] = [_heading(document)]
@@ -46,6 +49,7 @@ def diagnosis_summary(document: dict[str, Any], width: int) -> RenderableType:
     parts += _advice(layers)
     parts += _multiplicity(layers)
     parts += _lowered(layers)
+    parts += _without_errors(layers)
     parts += _notes(document)
     if document["skipped"]:
         parts += [Text(), *_skipped(document)]
@@ -59,7 +63,7 @@ def _heading(document: dict[str, Any]) -> Text:
 
 
 def layer_table(layers: list[dict[str, Any]], width: int, unit: str) -> Table:
-    """Quantities down, layers across: it stays readable in a narrow terminal."""
+    """Build the table of a few layers, with quantities down and layers across, for narrow terminals."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
     share = (width - _LABEL_WIDTH) // len(layers) - _GAP
     table.add_column("layer")
@@ -98,12 +102,8 @@ def _null(cv: dict[str, Any]) -> Text:
 
 
 def convergence_table(layers: list[dict[str, Any]]) -> Table:
-    """How far power iteration is from the modes above, after so many products with JᵀJ."""
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        header_style="bold",
-    )
+    """Build the table of how far power iteration is from the modes after so many products with JᵀJ."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
     table.add_column("rounds\nin all", justify="right")
     table.add_column("the paper's\nq", justify="right")
     for layer in layers:
@@ -112,32 +112,24 @@ def convergence_table(layers: list[dict[str, Any]]) -> Table:
     for rows in zip(*(layer["convergence"] for layer in layers), strict=True):
         cells = []
         for row in rows:
-            cells += [_missed(row["alignment_error"]), times(row["gradient_signal_ratio"])]
+            cells += [missed(row["alignment_error"]), times(row["gradient_signal_ratio"])]
         first = rows[0]
         table.add_row(str(first["rounds"]), UNKNOWN if first["paper_q"] is None else str(first["paper_q"]), *cells)
     return table
 
 
-def _missed(error: float | None) -> str:
-    """An alignment error of 1e-7 may come out as a negative number of the same size."""
-    return UNKNOWN if error is None else f"{max(error, 0.0):.3f}" if error >= 5e-4 else "<0.001"
-
-
 def _advice(layers: list[dict[str, Any]]) -> list[RenderableType]:
-    """One sentence per distinct finding, with the layers it holds for."""
-    holders: dict[tuple[str, str, str], list[str]] = {}
-    for layer in layers:
-        key = (layer["regime"], layer["regime_title"], layer["advice"])
-        holders.setdefault(key, []).append(layer_name(layer["layer"]))
+    """Write each distinct finding once, with the layers it holds for."""
     parts: list[RenderableType] = []
-    for (label, title, advice), names in holders.items():
-        parts.append(Text.assemble((f"{', '.join(names)}: ", "bold"), (f"regime ({label}), {title}.", "cyan")))
-        parts.append(Padding(Text(advice), (0, 0, 0, 2), expand=False))
+    for names, layer in findings(layers):
+        regime = f"regime ({layer['regime']}), {layer['regime_title']}."
+        parts.append(Text.assemble((f"{names}: ", "bold"), (regime, "cyan")))
+        parts.append(Padding(Text(layer["advice"]), (0, 0, 0, 2), expand=False))
     return parts
 
 
 def _lowered(layers: list[dict[str, Any]]) -> list[RenderableType]:
-    """Ranks that were asked for and do not exist."""
+    """Name the ranks that were asked for and do not exist."""
     parts: list[RenderableType] = []
     for layer in layers:
         lowered = [rank for rank, used in zip(layer["ranks"], layer["ranks_used"], strict=True) if used < rank]
@@ -146,6 +138,16 @@ def _lowered(layers: list[dict[str, Any]]) -> list[RenderableType]:
             what = f"rank {', '.join(map(str, lowered))} lowered to {limit}, the smaller side of the Jacobian"
             parts.append(Text(f"{layer_name(layer['layer'])}: {what}.", style="yellow"))
     return parts
+
+
+def _without_errors(layers: list[dict[str, Any]]) -> list[RenderableType]:
+    """The layers whose modes come with no error of their own. Files of earlier versions do not say."""
+    names = [layer_name(layer["layer"]) for layer in layers if layer["cv"].get("estimation_se", 0.0) is None]
+    what = (
+        "CV and effective rank (first r) have no estimation error: power iteration stops after a fixed number of "
+        "rounds and cannot tell how far it is from the modes. Use --method krylov or exact for one."
+    )
+    return [Text(f"{', '.join(names)}: {what}", style="yellow")] if names else []
 
 
 def _multiplicity(layers: list[dict[str, Any]]) -> list[RenderableType]:
@@ -165,7 +167,7 @@ def _multiplicity(layers: list[dict[str, Any]]) -> list[RenderableType]:
 
 
 def _notes(document: dict[str, Any]) -> list[RenderableType]:
-    """What was done to the views of scenes."""
+    """Say what was done to the views of scenes."""
     noted = [scene for scene in document.get("scenes", []) if scene["note"]]
     return [Text(f"{scene['scene']}: {scene['note']}.", style="yellow") for scene in noted]
 
@@ -182,19 +184,32 @@ def _skipped(document: dict[str, Any]) -> list[RenderableType]:
     return parts
 
 
-def models_table(rows: list[tuple[str, str, str, str]]) -> Table:
-    """What `pullback ls` prints."""
+def models_table(entries: Iterable[BackboneEntry]) -> Table:
+    """Build the table of families of models for `pullback ls`."""
+    rows = [(entry.name, ", ".join(entry.decoders), entry.example, ", ".join(entry.model_types)) for entry in entries]
+    return _listing(("family", "decoders", "for example", "model type in config.json"), rows)
+
+
+def decoders_table(entries: Iterable[DecoderEntry]) -> Table:
+    """Build the table of decoders for `pullback ls`."""
+    return _listing(("decoder", "for", "what it is"), [(e.name, e.family or "images", e.help) for e in entries])
+
+
+def scores_table(entries: Iterable[ScoreEntry]) -> Table:
+    """Build the table of scores per token for `pullback ls`."""
+    return _listing(("score", "needs", "what it is"), [(e.name, e.needs or UNKNOWN, e.help) for e in entries])
+
+
+def _listing(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
-    table.add_column("family", style="cyan", no_wrap=True)
-    table.add_column("decoders")
-    table.add_column("for example", no_wrap=True)
-    table.add_column("transformers' model type", style="dim")
-    for family, types, decoders, example in rows:
-        table.add_row(family, decoders, example, types)
+    for number, head in enumerate(heads):
+        table.add_column(head, style="" if number else "cyan", no_wrap=number == 0)
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
     return table
 
 
 def console(*, stderr: bool = False) -> Console:
-    """As wide as the terminal; into a file or a pipe wide enough that nothing is broken."""
+    """Make a console as wide as the terminal; in a file or a pipe, wide enough that no line is broken."""
     plain_console = Console(stderr=stderr, highlight=False)
     return plain_console if plain_console.is_terminal else Console(stderr=stderr, highlight=False, width=200)

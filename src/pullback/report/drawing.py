@@ -1,7 +1,7 @@
-"""Figures drawn by a process of their own, which imports matplotlib while the main one still imports torch.
+"""Figures drawn by a second process, which imports matplotlib while the main one still imports torch.
 
-The two meet only through the files of a diagnosis. Run as a module it reads folders from standard input, one a line,
-and answers each with a line of JSON: the names of the figures drawn, or what went wrong.
+The two share nothing but the files of a run. As a module (`python -m pullback.report.drawing`) this reads folders from
+standard input, one a line, and answers each with a line of JSON: the names of the figures drawn, or what went wrong.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from types import TracebackType
 
 
 class Drawing:
-    """``draw`` gives the names of the figures in a folder, none without matplotlib, which is an extra."""
+    """The second process, as a context manager. Without matplotlib, which is an extra, there is none."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
@@ -34,6 +34,7 @@ class Drawing:
             self._process.communicate()
 
     def draw(self, folder: Path) -> list[str]:
+        """Draw the figures of a folder and return their names; none without matplotlib."""
         if self._process is None:
             return []
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -46,6 +47,7 @@ class Drawing:
 
 
 def main() -> None:
+    """Answer the folders on standard input until it ends."""
     from pullback.report.figures import draw_all
 
     for line in sys.stdin:

@@ -1,4 +1,4 @@
-"""Figures of a diagnosis, drawn from the files in its folder and nothing else (needs matplotlib)."""
+"""Figures of a diagnosis and of the demo's scenes, drawn from the files of a folder alone (needs matplotlib)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -16,6 +18,8 @@ from pullback.report.canvas import (
     LIGHT,
     PictureGrid,
     Theme,
+    beside,
+    corner_note,
     energy_bar,
     energy_scale,
     lay_energy_over,
@@ -27,23 +31,23 @@ from pullback.report.canvas import (
     title_at_the_top,
 )
 from pullback.report.prune_figures import draw_prune
-from pullback.report.scenes_figure import scenes_png
-from pullback.report.views_figure import views_png
 from pullback.report.wording import percent, sample_count, share, short_name, unit
 from pullback.runs import documents as files
-from pullback.runs import documents as prune_files
 from pullback.runs.files import write_bytes
 
-MAX_IMAGES = 8
+MAX_IMAGES = 8  # pictures in a figure of tokens
+_VIEWS_IN_A_ROW = 8
+_NAME_LENGTH = 24
+_DEPTH_COLOURS = "viridis_r"
 
 
 def draw_all(folder: Path) -> list[str]:
-    """Of a diagnosis `spectrum.png` and one `tokens_*.png` per layer, of the demo's scenes `scenes.png`, of a pruning
-    comparison `prune.png` and what goes with it.
+    """Draw the figures of a folder, whichever run it holds, and return their names.
 
-    Figures of an earlier run's layers are removed.
+    A diagnosis has `spectrum.png` and a `tokens_*.png` for each layer; figures of an earlier run's layers are removed.
+    The demo's scenes have `scenes.png`, a pruning comparison `prune.png` and what goes with it.
     """
-    if (folder / prune_files.SUMMARY).is_file():
+    if (folder / files.SUMMARY).is_file():
         return draw_prune(folder)
     if (folder / files.SCENES).is_file():
         write_bytes(folder / files.SCENES_FIGURE, scenes_png(files.read_scenes(folder)))
@@ -62,7 +66,7 @@ def draw_all(folder: Path) -> list[str]:
 
 
 def spectrum_png(document: dict[str, Any], theme: Theme = LIGHT, dpi: int = DPI) -> bytes:
-    """Left: the share of |J|_F^2 in direction j. Right: in the first j directions, kappa(j)."""
+    """Draw the share of |J|_F^2 in direction j (left) and in the first j directions, kappa(j) (right)."""
     layers, count = document["layers"], sample_count(document)
     with style(theme):
         figure = Figure(figsize=(9.6, 3.8), layout="constrained")
@@ -97,8 +101,10 @@ def spectrum_png(document: dict[str, Any], theme: Theme = LIGHT, dpi: int = DPI)
 
 
 def tokens_png(layer: dict[str, Any], arrays: dict[str, np.ndarray], theme: Theme = LIGHT, dpi: int = DPI) -> bytes:
-    """Each image, and its patches coloured by their task energy; above, what share the prefix tokens hold. Of scenes,
-    each view."""
+    """Draw each image and its patches coloured by their task energy, with the share of the prefix tokens above it.
+
+    ``arrays`` as `read_importance` gives them; of scenes every view is drawn, see `views_png`.
+    """
     if "views" in arrays:
         return views_png(layer, arrays, theme, dpi)
     pictures = arrays["thumbnails"][:MAX_IMAGES]
@@ -106,26 +112,82 @@ def tokens_png(layer: dict[str, Any], arrays: dict[str, np.ndarray], theme: Them
     energy = np.square(arrays[name][: len(pictures)].astype(float))
     relative = relative_energy(energy[:, prefix:].reshape(-1, *arrays["grid"]))
     prefix_share = energy[:, :prefix].sum(1) / np.maximum(energy.sum(1), 1e-300)
-    count, (height, width) = len(pictures), pictures.shape[1:3]
     whose = "class token" if prefix == 1 else "prefix tokens"
     with style(theme):
-        side, narrowest = (1.5 if count > 3 else 2.2), 3.9
-        right = max(1.0, narrowest - count * (side + PictureGrid.GAP))
-        grid = PictureGrid(2, count, side, height / width, (0.0, right, 0.46, 0.0))
+        grid = _energy_grid(2, len(pictures), pictures.shape[1] / pictures.shape[2], left=0.0, top=0.46)
         scale = energy_scale(relative)
         for column, (above, below) in enumerate(zip(*grid.cells, strict=True)):
             above.imshow(pictures[column])
             lay_energy_over(below, pictures[column], relative[column], scale)
             if prefix:
                 above.set_title(f"{whose} {share(prefix_share[column])}", fontsize=8.5, pad=4)
-        x, y = grid.corner(1, count)
-        energy_bar(grid, grid.place(x + 0.08, y + 0.1, 0.13, 2 * grid.tall - 0.2), scale)
-        title_at_the_top(grid.figure, f"{name}: task energy of tokens, first {layer['rank_used']} directions")
+        _finish_energies(grid, scale, layer)
+        return png(grid.figure, dpi)
+
+
+def views_png(layer: dict[str, Any], arrays: dict[str, np.ndarray], theme: Theme = LIGHT, dpi: int = DPI) -> bytes:
+    """Draw the views of the first scenes, and under each its patches coloured by their task energy.
+
+    Energies are multiples of their mean over the patches of the whole scene, so that views can be compared; in the
+    corner stands what share of the scene's energy the tokens of a view outside its patches hold.
+    """
+    name = files.layer_name(layer["layer"])
+    shown = [scene for scene in range(len(arrays["views"])) if files.thumbnails_of(scene) in arrays]
+    pictures = [arrays[files.thumbnails_of(scene)] for scene in shown]
+    energies = [_view_energies(arrays, name, scene) for scene in shown]
+    rows = [first for views in pictures for first in range(0, len(views), _VIEWS_IN_A_ROW)]
+    columns = min(_VIEWS_IN_A_ROW, max(map(len, pictures)))
+    aspect = max(views.shape[1] / views.shape[2] for views in pictures)
+    with style(theme):
+        grid = _energy_grid(2 * len(rows), columns, aspect, left=0.3, top=0.34)
+        scale = energy_scale(np.concatenate([relative.ravel() for relative, _ in energies]))
+        place = 0
+        for scene, views, (relative, outside) in zip(shown, pictures, energies, strict=True):
+            beside(grid.cells[place][0], _scene_name(arrays, scene, len(views)), y=0.0)
+            for view, picture in enumerate(views):
+                row, column = place + 2 * (view // _VIEWS_IN_A_ROW), view % _VIEWS_IN_A_ROW
+                above, below = grid.cells[row][column], grid.cells[row + 1][column]
+                above.set_anchor("S")  # views that are lower than others stay together
+                below.set_anchor("N")
+                above.imshow(picture)
+                lay_energy_over(below, picture, relative[view], scale)
+                corner_note(above, f"camera, registers {share(outside[view])}")
+            place += 2 * -(-len(views) // _VIEWS_IN_A_ROW)
+        _finish_energies(grid, scale, layer)
+        return png(grid.figure, dpi)
+
+
+def scenes_png(arrays: dict[str, np.ndarray], theme: Theme = LIGHT, dpi: int = DPI) -> bytes:
+    """Draw scenes with known depth, one a row: picture, true and predicted depth, and where each task looks.
+
+    ``arrays`` as `read_scenes` gives them. The sky has no depth and is left blank.
+    """
+    pictures, tasks = arrays["pictures"], arrays["tasks"]
+    height, width = pictures.shape[1:3]
+    depths = [np.where(arrays["true_depth"] > 0, arrays[name], np.nan) for name in ("true_depth", "predicted_depth")]
+    relative = [relative_energy(energy.astype(float)) for energy in arrays["energy"]]
+    metres, scale = LogNorm(*np.nanpercentile(depths, [0.5, 99.5])), energy_scale(np.stack(relative))
+    with style(theme):
+        grid = PictureGrid(len(pictures), 3 + len(tasks), 1.6, height / width, (0.42, 0.0, 0.48, 0.58))
+        heads = ["picture", "true depth", "predicted depth", *(f"energy for {task}" for task in tasks)]
+        for axes, text in zip(grid.cells[0], heads, strict=True):
+            axes.set_title(text, fontsize=8.5, pad=4)
+        for row, (seen, *shown) in enumerate(grid.cells):
+            seen.imshow(pictures[row])
+            beside(seen, str(arrays["captions"][row]).replace(": ", "\n"))
+            for axes, depth in zip(shown[:2], depths, strict=True):
+                axes.imshow(depth[row], cmap=_DEPTH_COLOURS, norm=metres)
+            corner_note(shown[1], f"AbsRel {arrays['abs_rel'][row]:.3f}")
+            for axes, energy in zip(shown[2:], relative, strict=True):
+                lay_energy_over(axes, pictures[row], energy[row], scale)
+        _bar_below(grid, 1, 2, ScalarMappable(metres, _DEPTH_COLOURS), "metres")
+        _bar_below(grid, 3, len(tasks), ScalarMappable(scale, "inferno"), "task energy of a patch (1 = their mean)")
+        title_at_the_top(grid.figure, f"{arrays['model']} on scenes it has never seen")
         return png(grid.figure, dpi)
 
 
 def _shares(layer: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-    """sigma_j^2 / |J|_F^2 [B, r], and the relative error of |J|_F^2 [B]."""
+    """Return sigma_j^2 / |J|_F^2 [B, r], and the relative error of |J|_F^2 [B]."""
     images = layer["per_image"]
     energy = np.array([image["energy"] for image in images])
     error = np.array([image["energy_se"] for image in images]) / energy
@@ -133,7 +195,7 @@ def _shares(layer: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _curve(axes: Axes, values: np.ndarray, own_error: np.ndarray, colour: Any, label: str) -> None:
-    """The mean over images of values [B, r] with a band of two standard errors."""
+    """Draw the mean over images of values [B, r] with a band of two standard errors."""
     count, length = values.shape
     mean = values.mean(0)
     se = np.sqrt(np.square(values * own_error[:, None]).sum(0)) / count
@@ -145,5 +207,52 @@ def _curve(axes: Axes, values: np.ndarray, own_error: np.ndarray, colour: Any, l
 
 
 def _colours(count: int, theme: Theme) -> np.ndarray:
+    """Choose colours for so many layers."""
     low, high = theme.layers
     return mpl.colormaps["viridis"](np.linspace(low, high, max(count, 2)))[:count]
+
+
+def _energy_grid(rows: int, columns: int, aspect: float, left: float, top: float) -> PictureGrid:
+    """Make a grid of pictures with room for a bar of energies at its right, never too narrow for the title."""
+    side, narrowest = (1.5 if columns > 3 else 2.2), 3.9
+    right = max(1.0, narrowest - columns * (side + PictureGrid.GAP))
+    return PictureGrid(rows, columns, side, aspect, (left, right, top, 0.0))
+
+
+def _finish_energies(grid: PictureGrid, scale: LogNorm, layer: dict[str, Any]) -> None:
+    """Draw the bar of energies and the title."""
+    rows, columns = len(grid.cells), len(grid.cells[0])
+    x, y = grid.corner(rows - 1, columns)
+    energy_bar(grid, grid.place(x + 0.08, y + 0.1, 0.13, min(rows, 4) * grid.tall - 0.2), scale)
+    words = f"task energy of tokens, first {layer['rank_used']} directions"
+    title_at_the_top(grid.figure, f"{files.layer_name(layer['layer'])}: {words}")
+
+
+def _view_energies(arrays: dict[str, np.ndarray], name: str, scene: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the energies of patches [S, rows, columns] as multiples of their mean, and of all other tokens [S] as
+    shares of the scene."""
+    views, prefix = int(arrays["views"][scene]), int(arrays["prefix"])
+    rows, columns = map(int, arrays["grid"][scene])
+    tokens = arrays[name][scene, : views * (prefix + rows * columns)]
+    energy = np.square(tokens.astype(float)).reshape(views, -1)
+    patches = energy[:, prefix:].reshape(views, rows, columns)
+    return patches / max(patches.mean(), 1e-300), energy[:, :prefix].sum(1) / max(energy.sum(), 1e-300)
+
+
+def _scene_name(arrays: dict[str, np.ndarray], scene: int, shown: int) -> str:
+    """Return the name of a scene, shortened, and how many views it has where not all are shown."""
+    name, views = str(arrays["scenes"][scene]), int(arrays["views"][scene])
+    short = name if len(name) <= _NAME_LENGTH else f"{name[: _NAME_LENGTH - 1]}…"
+    return short if shown == views else f"{short} ({shown} of {views} views)"
+
+
+def _bar_below(grid: PictureGrid, first: int, columns: int, colours: ScalarMappable, label: str) -> None:
+    """Draw a colour bar under some columns."""
+    left, bottom = grid.corner(len(grid.cells) - 1, first)
+    length = columns * (grid.side + grid.GAP) - grid.GAP
+    axes = grid.place(left + 0.1, bottom - 0.2, length - 0.2, 0.11)
+    bar = grid.figure.colorbar(colours, cax=axes, orientation="horizontal", extend="both")
+    plain_log_ticks(axes, "x")
+    bar.outline.set_visible(False)
+    bar.set_label(label, fontsize=8, labelpad=1)
+    axes.tick_params(labelsize=7.5, pad=1)

@@ -13,6 +13,7 @@ from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from pullback.registry import PRESETS
 from pullback.report.canvas import (
     DPI,
     LIGHT,
@@ -58,10 +59,9 @@ def curves_png(document: dict[str, Any], theme: Theme = LIGHT, dpi: int = DPI) -
         lines.setdefault((rule["preset"], rule["score"]), []).append(rule)
     scores = list(dict.fromkeys(rule["score"] for rule in document["rules"] if rule["score"] in document["scores"]))
     looks = _looks(scores, document["reference"])
-    fields = [name for name in document["presets"] if any((name, score) in lines for score in scores)]
-    literature = {name: rules for name, rules in lines.items() if name[1] == name[0] and name[0] not in fields}
-    literature |= {name: rules for name, rules in lines.items() if name[0] in ("tome", "evit", "strided")}
-    fields = [name for name in fields if (name, name) not in literature] or [""]
+    own = [name for name, entry in PRESETS.items() if entry.score]
+    literature = {name: rules for name, rules in lines.items() if name[0] in own}
+    fields = [name for name in document["presets"] if name not in own] or [""]
     with style(theme):
         figure = Figure(figsize=(1.2 + 3.6 * len(fields), 3.9), layout="constrained")
         row = figure.subplots(1, len(fields), sharey=True, squeeze=False)[0]

@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from pullback.runs.documents import layer_name
+
 UNKNOWN = "–"
+NO_FIGURES = "no figures: they need matplotlib, which is an extra: pip install 'pullback[plot]'"
 
 
 def plus_minus(value: float | None, se: float | None, *, scale: float = 1.0) -> str:
-    """ "37.2 ± 0.3": the error with its leading digit (two if that is a 1), the value to the same place."""
+    """Write "37.2 ± 0.3": the error with its leading digit (two if that is a 1), the value to the same place."""
     if value is None:
         return UNKNOWN
     value = value * scale
@@ -25,45 +28,54 @@ def plus_minus(value: float | None, se: float | None, *, scale: float = 1.0) -> 
 
 
 def percent(summary: dict[str, Any]) -> str:
+    """Write a share and its standard error in per cent."""
     return f"{plus_minus(summary['mean'], summary['se'], scale=100)} %"
 
 
 def share(part: float) -> str:
-    """ "97 %", never rounded to nothing or to all."""
+    """Write "97 %", never rounded to nothing or to all."""
     return "< 1 %" if 0 < part < 0.01 else "> 99 %" if 0.99 < part < 1 else f"{100 * part:.0f} %"
 
 
 def lower_bound(r90: dict[str, Any]) -> str:
+    """Write a rank, with ≥ before it where it is only a lower bound."""
     return f"{'≥ ' if r90['is_lower_bound'] else ''}{r90['value']}"
 
 
 def plain(value: float | None, digits: int = 3) -> str:
+    """Write a number with so many digits, or a dash where there is none."""
     return UNKNOWN if value is None else f"{value:.{digits}g}"
 
 
 def times(value: float | None) -> str:
-    """A factor: "0.83×", "4,250×"."""
+    """Write a factor: "0.83×", "4,250×"."""
     if value is None:
         return UNKNOWN
     return f"{value:,.0f}×" if value >= 100 else f"{value:.3g}×"
 
 
+def missed(error: float | None) -> str:
+    """Write the share of a subspace that is missed; rounding may have made a very small one negative."""
+    return UNKNOWN if error is None else f"{error:.3f}" if error >= 5e-4 else "<0.001"
+
+
 def counted(count: int, unit: str) -> str:
-    """ "1 image", "2 images"."""
+    """Write "1 image", "2 images"."""
     return f"{count} {unit}{'s' * (count != 1)}"
 
 
 def unit(document: dict[str, Any]) -> str:
-    """What a sample of a diagnosis is."""
+    """Return what a sample of a diagnosis is called: "image" or "scene"."""
     return "scene" if "scenes" in document else "image"
 
 
 def sample_count(document: dict[str, Any]) -> int:
+    """Return how many samples a diagnosis has."""
     return len(document["scenes"] if "scenes" in document else document["image_files"])
 
 
 def samples(document: dict[str, Any]) -> str:
-    """ "3 images at 224×224", "2 scenes of 2 to 5 views, 518 wide"."""
+    """Write "3 images at 224×224", "2 scenes of 2 to 5 views, 518 wide"."""
     words = counted(sample_count(document), unit(document))
     if "scenes" in document:
         views = [scene["views"] for scene in document["scenes"]]
@@ -76,6 +88,14 @@ def samples(document: dict[str, Any]) -> str:
 
 
 def short_name(model: str) -> str:
-    """A hub id as it is, of a folder its last part."""
+    """Return a hub id as it is, and of a folder its last part."""
     parts = [part for part in model.split("/") if part not in ("", ".", "..")]
     return model if len(parts) <= 2 and not model.startswith((".", "/")) else parts[-1] if parts else model
+
+
+def findings(layers: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
+    """Group layers with the same regime and advice: their names, such as "L06, L08", and the first of them."""
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for layer in layers:
+        groups.setdefault((layer["regime"], layer["advice"]), []).append(layer)
+    return [(", ".join(layer_name(layer["layer"]) for layer in group), group[0]) for group in groups.values()]

@@ -1,7 +1,7 @@
-"""From seeds to what stands where: the class, the objects, the cameras and the room, in float64 on the CPU.
+"""From seeds to positions: the class of each scene, its objects, its cameras and its room, in float64 on the CPU.
 
 The world's z axis points up, the floor is z = 0 and the arrangement stands around the origin. Nothing is drawn and
-thrown away: distances are chosen so that objects cannot meet, cameras cannot be inside anything, and the room is
+thrown away: distances are chosen so that objects cannot meet and cameras cannot be inside anything, and the room is
 built around what has to be in it.
 """
 
@@ -13,9 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pullback.scenes.camera import BOX, SPHERE
 from pullback.scenes.draws import Draws
-from pullback.scenes.splits import ARRANGEMENTS, CLASSES, MAX_DISTRACTORS, MAX_MAIN, SHAPES, SceneRange
+from pullback.scenes.splits import ARRANGEMENTS, BOX, CLASSES, MAX_DISTRACTORS, MAX_MAIN, SHAPES, SPHERE, SceneRange
 
 NOTHING = -1  # the shape of an empty slot
 FIRST_OBJECT = 10  # instance ids below belong to the floor (1), walls (2 to 5) and the ceiling (6)
@@ -45,6 +44,8 @@ class Objects:
 
 @dataclass(frozen=True, eq=False)
 class Cameras:
+    """The cameras of each scene."""
+
     pose: Tensor  # [B, V, 4, 4], world to camera
     fov: Tensor  # [B], radians over the shorter side of the image
 
@@ -63,6 +64,8 @@ class _Stage:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
+    """What stands where in each scene, before anything has a colour."""
+
     label: Tensor  # [B] int64
     is_open: Tensor  # [B] bool
     objects: Objects
@@ -72,7 +75,7 @@ class Layout:
 
 
 def lay_out(draws: Draws, views: int, ranges: SceneRange) -> Layout:
-    """The scenes of `draws`, with `views` cameras each; the scene does not depend on the number of cameras."""
+    """Lay out the scenes of `draws`, with `views` cameras each; a scene does not depend on the number of cameras."""
     label = draws.integer("class", 0, len(CLASSES) - 1).squeeze(1)
     setting, rest = label // (len(ARRANGEMENTS) * len(SHAPES)), label % (len(ARRANGEMENTS) * len(SHAPES))
     arrangement, shape = rest // len(SHAPES), rest % len(SHAPES)
@@ -99,6 +102,7 @@ def lay_out(draws: Draws, views: int, ranges: SceneRange) -> Layout:
 
 
 def _main_objects(draws: Draws, arrangement: Tensor, shape: Tensor, azimuth: Tensor, ranges: SceneRange) -> Objects:
+    """Place the objects of the arrangement: a row, a ring, a tower or one giant, all of one shape."""
     row, ring, tower, giant = (arrangement[:, None] == index for index in range(len(ARRANGEMENTS)))  # each [B, 1]
     index = torch.arange(MAX_MAIN)
     counts = (
@@ -130,7 +134,7 @@ def _main_objects(draws: Draws, arrangement: Tensor, shape: Tensor, azimuth: Ten
 
 
 def _proportions(draws: Draws, arrangement: Tensor, shape: Tensor, radius: Tensor) -> Tensor:
-    """Half sizes [B, MAX_MAIN, 3] within the given radii: alike within an arrangement, different between scenes."""
+    """Draw half sizes [B, MAX_MAIN, 3] within the given radii, alike within a scene and different between scenes."""
     count = radius.shape[1]
     wide = draws.uniform("width", 0.62, 0.84) * draws.uniform("width variation", 0.94, 1.06, count)
     deep = draws.uniform("depth", 0.62, 0.84) * draws.uniform("depth variation", 0.94, 1.06, count)
@@ -147,13 +151,13 @@ def _proportions(draws: Draws, arrangement: Tensor, shape: Tensor, radius: Tenso
 
 
 def _yaw(draws: Draws, shape: Tensor, azimuth: Tensor) -> Tensor:
-    """[B, MAX_MAIN]. Round shapes turn the seam of their texture away from camera 0; boxes turn anyhow."""
+    """Draw rotations [B, MAX_MAIN]; round shapes keep the seam of their texture away from camera 0."""
     free = draws.uniform("yaw", -math.pi / 4, math.pi / 4, MAX_MAIN)
     return torch.where((shape == BOX)[:, None], free, 0.3 * free) + azimuth[:, None]
 
 
 def _extent(main: Objects) -> tuple[Tensor, Tensor]:
-    """Horizontal radius and height of the arrangement, each [B]."""
+    """Return the horizontal radius and the height of the arrangement, each [B]."""
     reach = main.centre[..., :2].norm(dim=-1) + main.reach
     top = main.centre[..., 2] + main.half[..., 2]
     there = main.shape != NOTHING
@@ -161,7 +165,7 @@ def _extent(main: Objects) -> tuple[Tensor, Tensor]:
 
 
 def _distractors(draws: Draws, shape: Tensor, azimuth: Tensor, radius: Tensor, ranges: SceneRange) -> Objects:
-    """Small objects of other shapes outside the arrangement's disc, each in a sector of its own away from camera 0."""
+    """Place small objects of other shapes around the arrangement, each in a sector of its own away from camera 0."""
     count = MAX_DISTRACTORS
     index = torch.arange(count)
     there = index < draws.integer("distractors", *ranges.distractors)
@@ -180,7 +184,7 @@ def _distractors(draws: Draws, shape: Tensor, azimuth: Tensor, radius: Tensor, r
 
 
 def _backdrop(draws: Draws, shape: Tensor, azimuth: Tensor, radius: Tensor, is_open: Tensor) -> Objects:
-    """On open ground: sometimes a garden wall behind the arrangement, sometimes something large far away."""
+    """Place, on open ground and not always, a garden wall behind the arrangement and something large far away."""
     there = is_open[:, None] & draws.chance("backdrop", 0.5, 2)
     other = (shape + draws.integer("far shape", 1, 2).squeeze(1)) % len(SHAPES)
     kind = torch.stack([torch.full_like(shape, BOX), other], 1)
@@ -204,7 +208,7 @@ def _joined(*parts: Objects) -> Objects:
 
 
 def _to_world(right: Tensor, near: Tensor, azimuth: Tensor) -> Tensor:
-    """[B, K, 2] from how far to the right and how far towards camera 0, as that camera sees it."""
+    """Convert distances to the right of and towards camera 0 to world coordinates [B, K, 2]."""
     cos, sin = azimuth.cos()[:, None], azimuth.sin()[:, None]
     return torch.stack([near * cos - right * sin, near * sin + right * cos], -1)
 
@@ -213,7 +217,7 @@ def _to_world(right: Tensor, near: Tensor, azimuth: Tensor) -> Tensor:
 
 
 def _stage(draws: Draws, azimuth: Tensor, radius: Tensor, top: Tensor, ranges: SceneRange) -> _Stage:
-    """Camera 0 stands as far away as the ball around the arrangement needs, and looks down not too steeply."""
+    """Place camera 0 far enough away to see the whole arrangement, not looking down too steeply."""
     fov = draws.angle("fov", *ranges.fov_degrees).squeeze(1)
     distance = radius.hypot(top / 2) / (fov / 2).sin() * draws.uniform("framing", *ranges.framing).squeeze(1)
     height = draws.uniform("camera height", *ranges.camera_height).squeeze(1)
@@ -223,7 +227,7 @@ def _stage(draws: Draws, azimuth: Tensor, radius: Tensor, top: Tensor, ranges: S
 
 
 def _room(draws: Draws, objects: Objects, stage: _Stage, ranges: SceneRange) -> tuple[Tensor, Tensor]:
-    """Two corners [B, 3] of a room that holds the objects, camera 0 and a way around the arrangement."""
+    """Return two corners [B, 3] of a room that holds the objects, camera 0 and a way around the arrangement."""
     camera = stage.distance[:, None] * torch.stack([stage.azimuth.cos(), stage.azimuth.sin()], 1)
     around = (stage.radius + _CLEARANCE + _TO_WALL + 0.1)[:, None].expand(-1, 2)
     there, reach = (objects.shape != NOTHING)[..., None], objects.reach[..., None] + 0.08
@@ -238,7 +242,7 @@ def _room(draws: Draws, objects: Objects, stage: _Stage, ranges: SceneRange) -> 
 
 
 def _poses(draws: Draws, views: int, stage: _Stage, low: Tensor, high: Tensor, ranges: SceneRange) -> Tensor:
-    """World-to-camera matrices [B, V, 4, 4]. Camera 0 is given; the others turn around the arrangement.
+    """Return world-to-camera matrices [B, V, 4, 4]. Camera 0 is given; the others turn around the arrangement.
 
     They keep outside its disc, inside the room, and on camera 0's side, where no distractor stands.
     """
@@ -268,7 +272,7 @@ def _poses(draws: Draws, views: int, stage: _Stage, low: Tensor, high: Tensor, r
 
 
 def _world_to_camera(position: Tensor, heading: Tensor, pitch: Tensor, roll: Tensor) -> Tensor:
-    """Matrices [..., 4, 4] with OpenCV axes: x right, y down, z forward."""
+    """Build matrices [..., 4, 4] with OpenCV axes: x right, y down, z forward."""
     level = torch.zeros_like(heading)
     forward = torch.stack([pitch.cos() * heading.cos(), pitch.cos() * heading.sin(), pitch.sin()], -1)
     right = torch.stack([heading.sin(), -heading.cos(), level], -1)

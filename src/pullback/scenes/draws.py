@@ -1,7 +1,7 @@
-"""Counter-based randomness for the scenes: a number depends on (seed, name, index) and on nothing else.
+"""Random numbers of the scenes, each a hash of (seed, name, index) and of nothing else.
 
-A generator with a state would tie a scene to the batch it is drawn in. Here every number is a hash, so a scene is the
-same alone or among others, and a new draw under a new name changes none of the old ones.
+A generator with a state would tie a scene to the batch it is drawn in. With hashes a scene is the same alone or among
+others, and a new draw under a new name changes none of the old ones.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SECOND = _signed(0x94D049BB133111EB)
 
 
 def hashed(words: Tensor) -> Tensor:
-    """A well-mixed int64 for each int64 (splitmix64); products wrap around, as on every device torch knows."""
+    """Hash each int64 to an int64 (splitmix64); products wrap around on every device."""
     words = words + _STEP
     words = (words ^ _shifted(words, 30)) * _FIRST
     words = (words ^ _shifted(words, 27)) * _SECOND
@@ -33,7 +33,7 @@ def hashed(words: Tensor) -> Tensor:
 
 
 def _shifted(words: Tensor, bits: int) -> Tensor:
-    """Shift right and fill with zeros: torch's >> copies the sign bit."""
+    """Shift right and fill with zeros (torch's >> copies the sign bit)."""
     return (words >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -44,23 +44,23 @@ class Draws:
     seeds: Tensor  # [B] int64
 
     def uniform(self, name: str, low: float = 0.0, high: float = 1.0, count: int = 1) -> Tensor:
-        """Numbers [B, count] in [low, high)."""
+        """Draw numbers [B, count] in [low, high)."""
         stream = hashed(self.seeds ^ hashed(torch.tensor(zlib.crc32(name.encode()))))  # [B]
         words = hashed(stream[:, None] + torch.arange(count))
         return low + (high - low) * (_shifted(words, 11).double() / (1 << 53))
 
     def integer(self, name: str, low: int, high: int, count: int = 1) -> Tensor:
-        """Whole numbers [B, count] from low to high, both included."""
+        """Draw whole numbers [B, count] from low to high, both included."""
         return self.uniform(name, low, high + 1, count).floor().long().clamp(max=high)
 
     def angle(self, name: str, low: float, high: float, count: int = 1) -> Tensor:
-        """Angles [B, count] in radians, between bounds in degrees."""
+        """Draw angles [B, count] in radians, between bounds in degrees."""
         return self.uniform(name, math.radians(low), math.radians(high), count)
 
     def geometric(self, name: str, low: float, high: float, count: int = 1) -> Tensor:
-        """Numbers [B, count] between low and high whose logarithm is uniform: for scales."""
+        """Draw numbers [B, count] between low and high whose logarithm is uniform, for scales."""
         return low * (high / low) ** self.uniform(name, count=count)
 
     def chance(self, name: str, probability: float, count: int = 1) -> Tensor:
-        """Truth values [B, count]."""
+        """Draw truth values [B, count] that are true with this probability."""
         return self.uniform(name, count=count) < probability

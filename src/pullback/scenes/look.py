@@ -1,19 +1,28 @@
-"""From seeds to how things look: colours and textures of surfaces, lights, sky. Colours are linear RGB."""
+"""From seeds to appearance: colours, textures and gloss of surfaces, lights, sky. Colours are linear RGB.
+
+`look_of` draws what a scene looks like; `pattern` and `noise` compute the value of a texture at a point, a number in
+[-1, 1] that mixes the two colours of a surface. Edges of a pattern are as wide as a pixel, and it fades to its mean
+where a pixel covers whole cells, so that distant patterns turn gray and do not flicker.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from pullback.scenes.arrangement import Layout
-from pullback.scenes.draws import Draws
+from pullback.scenes.draws import Draws, hashed
 from pullback.scenes.splits import MAX_LIGHTS, TEXTURES, SceneRange
 
 FACES = 6  # surfaces 0 to 5 are the faces of the room (low x, high x, low y, high y, floor, ceiling), objects follow
 _WALLS = 4
+_CELLS = 16  # of the noise tile, which repeats beyond
+_FINE = 16  # samples per cell of the tile
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +51,8 @@ class Lights:
 
 @dataclass(frozen=True, eq=False)
 class Look:
+    """Everything about the appearance of each scene."""
+
     surfaces: Surfaces
     lights: Lights
     ambient: Tensor  # [B, 3]
@@ -52,6 +63,7 @@ class Look:
 
 
 def look_of(draws: Draws, layout: Layout, ranges: SceneRange) -> Look:
+    """Draw the appearance of the scenes of `layout`."""
     lights = _lights(draws, layout, ranges)
     outside = layout.is_open[:, None]
     horizon, zenith = _sky(draws)
@@ -64,6 +76,9 @@ def look_of(draws: Draws, layout: Layout, ranges: SceneRange) -> Look:
     clouds = draws.uniform("clouds", 0.0, 0.5).squeeze(1)
     haze = (draws.uniform("haze", 0.1, 0.45) * outside).squeeze(1)
     return Look(_surfaces(draws, layout, ranges), lights, ambient, horizon, zenith, clouds, haze)
+
+
+# Drawn from the seed
 
 
 def _surfaces(draws: Draws, layout: Layout, ranges: SceneRange) -> Surfaces:
@@ -99,7 +114,7 @@ def _surfaces(draws: Draws, layout: Layout, ranges: SceneRange) -> Surfaces:
 
 
 def _face_colours(draws: Draws, layout: Layout, hue: Tensor, shared: Tensor) -> Tensor:
-    """[B, FACES, 3]: walls pale, ceilings paler, floors of wood or stone; open ground of grass, sand or earth."""
+    """Draw colours [B, FACES, 3]: pale walls, paler ceilings, floors of wood or stone, ground of grass or sand."""
     outside = layout.is_open[:, None]
     floor_hue = torch.where(outside, draws.uniform("ground hue", 0.07, 0.36), draws.uniform("floor hue", 0.02, 0.16))
     hue = torch.cat([hue[:, :4], floor_hue, hue[:, 5:]], 1)
@@ -145,7 +160,7 @@ def _lights(draws: Draws, layout: Layout, ranges: SceneRange) -> Lights:
 
 
 def _sky(draws: Draws) -> tuple[Tensor, Tensor]:
-    """Colours [B, 3] of horizon and zenith: blue to overcast, and now and then an evening."""
+    """Draw the colours [B, 3] of horizon and zenith: blue to overcast, and sometimes an evening."""
     evening = draws.chance("evening", 0.2)
     blue, clear = draws.uniform("sky hue", 0.54, 0.63), draws.uniform("sky clearness", 0.1, 0.62)
     zenith = _rgb(blue, clear, draws.uniform("sky value", 0.66, 0.92))
@@ -158,7 +173,100 @@ def _sky(draws: Draws) -> tuple[Tensor, Tensor]:
 
 
 def _rgb(hue: Tensor, saturation: Tensor, value: Tensor) -> Tensor:
-    """Linear RGB [..., 3] of an HSV colour, all in [0, 1]; the hue wraps around."""
+    """Convert HSV colours, all in [0, 1], to linear RGB [..., 3]; the hue wraps around."""
     sector = (torch.tensor([5.0, 3.0, 1.0], dtype=hue.dtype) + 6 * hue[..., None]) % 6
     coloured = torch.minimum(sector, 4 - sector).clamp(0, 1)
     return (value[..., None] * (1 - saturation[..., None] * coloured)) ** 2.2
+
+
+# Textures
+
+
+def pattern(texture: Tensor, u: Tensor, v: Tensor, width: Tensor, noise: Tensor, names: set[str]) -> Tensor:
+    """Compute the value of each pixel's own texture, [..., H, W].
+
+    Args:
+        texture: index into TEXTURES.
+        u, v: in cells.
+        width: of a pixel, in cells.
+        noise: value noise at (u, v).
+        names: the textures that occur at all; the others cost nothing.
+    """
+    sharp = 2 / width.clamp(min=1e-3)  # slope of an edge one pixel wide
+    fade = (1.6 - 1.2 * width).clamp(0, 1)  # 0 where a pixel covers more than a cell
+    value = torch.zeros_like(u)
+    if "gradient" in names:
+        value = _set(value, texture, "gradient", torch.sin(0.5 * v + 0.2 * u))
+    if "noise" in names:
+        value = _set(value, texture, "noise", noise * fade)
+    if names & {"checker", "stripes", "zigzag"}:
+        wave = _triangle(u)
+        stripes = (wave * sharp).clamp(-1, 1) * fade
+        value = _set(value, texture, "stripes", stripes)
+        if "checker" in names:
+            value = _set(value, texture, "checker", stripes * (_triangle(v) * sharp).clamp(-1, 1))
+        if "zigzag" in names:
+            value = _set(value, texture, "zigzag", (_triangle(v + 1.4 * wave) * sharp).clamp(-1, 1) * fade)
+    if "bricks" in names:
+        value = _set(value, texture, "bricks", _bricks(u, v, sharp, fade))
+    if "dots" in names:
+        radius = torch.hypot(u - u.floor() - 0.5, v - v.floor() - 0.5)
+        value = _set(value, texture, "dots", ((0.32 - radius) * sharp).clamp(-1, 1) * fade - 0.36 * (1 - fade))
+    return value
+
+
+def _set(value: Tensor, texture: Tensor, name: str, pattern: Tensor) -> Tensor:
+    return torch.where(texture == TEXTURES.index(name), pattern, value)
+
+
+def _triangle(x: Tensor) -> Tensor:
+    """Return the distance to the nearest whole number, negative in every other cell."""
+    return 0.5 - ((x + 0.5) - 2 * torch.floor(0.5 * x + 0.25) - 1).abs()
+
+
+def _bricks(u: Tensor, v: Tensor, sharp: Tensor, fade: Tensor) -> Tensor:
+    """Compute bricks two cells long and one high, every other course moved by one cell, mortar between them."""
+    course = v.floor()
+    along = 0.5 * u + 0.5 * course
+    along = along - along.floor()
+    to_side = 1 - (2 * along - 1).abs()  # in cells: a brick is two cells long
+    to_bed = 0.5 - (v - course - 0.5).abs()
+    joint = torch.minimum(to_side, to_bed) - 0.06
+    return (joint * sharp).clamp(-1, 1) * fade + 0.66 * (1 - fade)
+
+
+def noise(u: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute two independent noises in [-1, 1] at (u, v) [N, H, W], in cells: one with fine detail, one broad."""
+    tile = _noise_tile(u.device)
+    grid = torch.stack([u, v], -1).flatten(0, -3)[None] / _CELLS  # [1, N·H, W, 2]
+    grid = 2 * (grid - grid.floor()) - 1
+    values = functional.grid_sample(tile[None], grid, mode="bilinear", align_corners=True)[0]
+    return values[0].view_as(u), values[1].view_as(u)
+
+
+@cache
+def _noise_tile(device: torch.device) -> Tensor:
+    """Return the tile [2, side, side], side = _CELLS · _FINE + 1; the last row and column repeat the first."""
+    with torch.device("cpu"):
+        tile = _tile()
+    return functional.pad(tile[None], (0, 1, 0, 1), mode="circular")[0].float().to(device)
+
+
+def _tile() -> Tensor:
+    detailed = torch.stack([_value_noise(octave, _CELLS << octave) * 0.5**octave for octave in range(4)]).sum(0)
+    broad = _value_noise(10, _CELLS // 2) + 0.5 * _value_noise(11, _CELLS)
+    return torch.stack([values / values.abs().max() for values in (detailed, broad)])
+
+
+def _value_noise(stream: int, cells: int) -> Tensor:
+    """Interpolate random numbers on a periodic lattice of cells × cells smoothly; [side, side] in float64."""
+    side = _CELLS * _FINE
+    lattice = hashed(torch.arange(cells * cells) + (stream + 1) * 1_000_003).double() / (1 << 63)
+    lattice = lattice.view(cells, cells)
+    position = torch.arange(side, dtype=torch.float64) * cells / side
+    left = position.floor().long()
+    share = position - left
+    share = share * share * (3 - 2 * share)
+    right = (left + 1) % cells
+    rows = lattice[left] * (1 - share)[:, None] + lattice[right] * share[:, None]
+    return rows[:, left] * (1 - share) + rows[:, right] * share

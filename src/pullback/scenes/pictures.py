@@ -1,11 +1,11 @@
-"""Views of procedural scenes as files: a folder for each scene, for whatever reads scenes from folders.
+"""Draw views of procedural scenes as PNG files, a folder for each scene, for commands that read scenes from folders.
 
     python -m pullback.scenes.pictures --count 8 --views 4 --out scenes
     pullback diagnose tiny-views --images scenes --decoder camera --layer 4
 
 Scenes start at a seed that no embedded model was trained on. Views are rendered in the size in which `tiny-views` sees
 them, so that reading the files changes nothing but rounds colours to 8 bits. A folder that holds other pictures is
-refused, since whoever reads it would take them for views of the scene.
+refused, because a reader would take them for views of the scene.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from PIL import Image
 from pullback.data.images import EXTENSIONS, MAX_PIXELS
 from pullback.errors import ImageError, PullbackError
 from pullback.scenes.render import render
+from pullback.scenes.splits import HELD_OUT
 
-FIRST = 1 << 40
 SIZE = 112
 
 
 def write_scene_folders(out: Path, seeds: Sequence[int], *, views: int, size: int = SIZE) -> list[Path]:
-    """PNG files ``out``/scene-SEED/view-00.png and so on; the folders."""
+    """Write PNG files ``out``/scene-SEED/view-00.png and so on; return the folders."""
     _check_size(size, views)
     names = [f"view-{number:02d}.png" for number in range(views)]
     folders = [out / f"scene-{seed}" for seed in seeds]
@@ -35,8 +35,8 @@ def write_scene_folders(out: Path, seeds: Sequence[int], *, views: int, size: in
         _check_folder(folder, names)
     for seed, folder in zip(seeds, folders, strict=True):  # one at a time: memory does not grow with their number
         folder.mkdir(parents=True, exist_ok=True)
-        pictures = (render([seed], size=size, views=views).rgb[0] * 255).round().byte().permute(0, 2, 3, 1).numpy()
-        for name, picture in zip(names, pictures, strict=True):
+        pictures = render([seed], size=size, views=views).pictures()[0]
+        for name, picture in zip(names, pictures.numpy(), strict=True):
             Image.fromarray(picture).save(folder / name)
     return folders
 
@@ -50,7 +50,7 @@ def _check_size(size: int, views: int) -> None:
 
 
 def _check_folder(folder: Path, names: Sequence[str]) -> None:
-    """No picture that readers of scenes would find there but these."""
+    """Refuse a folder with pictures other than these, which a reader of scenes would find too."""
     found = folder.iterdir() if folder.is_dir() else ()
     others = sorted(
         file.name
@@ -69,7 +69,7 @@ def main(
     count: Annotated[int, typer.Option(min=1, help="Scenes.")] = 8,
     views: Annotated[int, typer.Option(min=1, max=99, help="Of each scene.")] = 4,
     size: Annotated[int, typer.Option(min=1, help="Side of the views.")] = SIZE,
-    first: Annotated[int, typer.Option(help="Seed of the first scene.", show_default="2^40")] = FIRST,
+    first: Annotated[int, typer.Option(help="Seed of the first scene.", show_default="2^40")] = HELD_OUT,
 ) -> None:
     """Draw scenes as PNG files."""
     try:

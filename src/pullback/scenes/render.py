@@ -1,7 +1,9 @@
-"""Procedural scenes with everything known about them: pictures, metric depth, normals, instances, class, cameras.
+"""Procedural scenes with known ground truth: pictures, metric depth, normals, instances, class, cameras.
 
 Rooms and open ground with spheres, boxes and cylinders, drawn from seeds and cast with analytic rays: no download, no
-asset files. A scene depends on its seed and ranges alone; batch, device and number of views do not change it.
+asset files. A scene depends on its seed and ranges alone; batch, device and number of views do not change it. The way
+from a seed to a picture: `arrangement` (what stands where), `look` (colours and lights), `camera` (what rays need),
+then here the rays, and `shading` (their colours).
 
     >>> batch = render([1, 2, 3], size=64, views=2)
     >>> batch.rgb.shape, CLASSES[batch.label[0]]
@@ -17,14 +19,13 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from pullback.data.images import IMAGENET_MEAN, IMAGENET_STD
-from pullback.errors import ImageError, PullbackError
+from pullback.data.images import checked_size, normalised
+from pullback.errors import PullbackError
 from pullback.scenes.arrangement import lay_out
-from pullback.scenes.camera import INTERVALS, Vector, room_exit
+from pullback.scenes.camera import FLOOR, INTERVALS, Plan, Shots, Vector, mapped, plan_of, room_exit, shots_of
 from pullback.scenes.draws import Draws
 from pullback.scenes.look import FACES, look_of
 from pullback.scenes.shading import Hits, shade
-from pullback.scenes.shots import FLOOR, Plan, Shots, mapped, plan_of, shots_of
 from pullback.scenes.splits import CLASSES, SHIFTED, TRAINING, SceneRange
 
 __all__ = ["CLASSES", "SHIFTED", "TRAINING", "SceneBatch", "SceneRange", "normalised", "render", "scene_labels"]
@@ -56,14 +57,19 @@ class SceneBatch:
         return len(self.label)
 
     def first_view(self) -> SceneBatch:
-        """Camera 0 alone; the axis of views stays."""
+        """Keep camera 0 alone; the axis of views stays."""
         return replace(self, **{f.name: getattr(self, f.name)[:, :1] for f in fields(self) if f.name != "label"})
 
+    def pictures(self) -> Tensor:
+        """Return the pictures as they are written to files: uint8 [B, V, H, W, 3]."""
+        return (self.rgb * 255).round().byte().movedim(-3, -1)
+
     def to(self, device: str | torch.device) -> SceneBatch:
+        """Move every tensor to a device."""
         return mapped(self, lambda values: values.to(device))
 
     def points(self) -> Tensor:
-        """World coordinates [B, V, H, W, 3] of what each pixel shows; the camera's position where the sky is."""
+        """Return the world coordinates [B, V, H, W, 3] of what each pixel shows; the camera's where the sky is."""
         rotation, shift = self.pose[..., :3, :3], self.pose[..., :3, 3]
         height, width = self.depth.shape[-2:]
         focal, middle = self.intrinsics[..., 0, 0], self.intrinsics[..., :2, 2]
@@ -92,7 +98,7 @@ def render(
         device: where rays are cast and the result lies. Layouts are always made on the CPU, so that they agree.
     """
     words, target = _checked_seeds(seeds), _checked_device(device)
-    height, width = _checked_size(size)
+    height, width = checked_size(size)
     if isinstance(views, bool) or not isinstance(views, int) or views < 1:
         raise PullbackError(f"views={views!r}: expected a positive number of cameras per scene, such as 1.")
     if not isinstance(ranges, SceneRange):
@@ -110,22 +116,16 @@ def render(
 
 
 def scene_labels(seeds: Seeds, ranges: SceneRange = TRAINING) -> Tensor:
-    """The classes [B] of these seeds, without drawing them."""
+    """Return the classes [B] of these seeds, without drawing them."""
     with torch.device("cpu"):
         return lay_out(Draws(_checked_seeds(seeds)), 1, ranges).label
-
-
-def normalised(rgb: Tensor) -> Tensor:
-    """Pictures [..., 3, H, W] in [0, 1] with ImageNet's mean and spread taken out, as backbones expect them."""
-    mean, std = (rgb.new_tensor(values).view(3, 1, 1) for values in (IMAGENET_MEAN, IMAGENET_STD))
-    return (rgb - mean) / std
 
 
 # Rays
 
 
 def _cast(shots: Shots, height: int, width: int, ground_radius: float, device: torch.device) -> tuple[Tensor, ...]:
-    """(rgb, depth, sky, normals, instance), each [N, ...], chunk by chunk so that memory stays bounded."""
+    """Return (rgb, depth, sky, normals, instance), each [N, ...], computed in chunks so that memory stays bounded."""
     total = len(shots.origin)
     rgb = torch.empty(total, 3, height, width, dtype=torch.float32, device=device)
     normals = torch.empty_like(rgb)
@@ -150,7 +150,7 @@ def _cast(shots: Shots, height: int, width: int, ground_radius: float, device: t
 
 
 def _first_hits(shots: Shots, x: Tensor, y: Tensor, ground_radius: float, plan: Plan) -> Hits:
-    """The nearest surface on each ray, for pixels at x [W] and y [H, 1]: first the room or the ground, then objects."""
+    """Find the nearest surface on each ray, for pixels at x [W] and y [H, 1]: the room or ground, then objects."""
     direction = _directions(shots.rays, x, y)
     origin, low, high = (_split(values) for values in (shots.origin, shots.low, shots.high))
     depth, surface = room_exit(origin, direction, low, high)
@@ -177,7 +177,7 @@ def _first_hits(shots: Shots, x: Tensor, y: Tensor, ground_radius: float, plan: 
 
 
 def _directions(rays: Tensor, x: Tensor, y: Tensor) -> Vector:
-    """rays [N, 3, 3] times (x, y, 1), each component [N, H, W]."""
+    """Multiply rays [N, 3, 3] by (x, y, 1); each component is [N, H, W]."""
     row = rays[..., None, None]  # [N, 3, 3, 1, 1]
     first, second, third = (
         torch.addcmul(torch.addcmul(row[:, axis, 2], row[:, axis, 1], y), row[:, axis, 0], x) for axis in range(3)
@@ -186,13 +186,13 @@ def _directions(rays: Tensor, x: Tensor, y: Tensor) -> Vector:
 
 
 def _split(values: Tensor) -> Vector:
-    """[N, 3] to three tensors [N, 1, 1]."""
+    """Split [N, 3] into three tensors [N, 1, 1]."""
     x, y, z = values[:, :, None, None].unbind(1)
     return x, y, z
 
 
 def _chunks(total: int, height: int, width: int, device: torch.device) -> Iterator[tuple[slice, slice]]:
-    """Slices of images, and of lines where a single image is too much."""
+    """Yield slices of pictures, and of lines where a single picture is too much."""
     rays = max(1, _CHUNK_BYTES.get(device.type, _CHUNK_BYTES["cuda"]) // (4 * _FLOATS_PER_RAY))
     images, lines = max(1, rays // (height * width)), min(height, max(1, rays // width))
     for first in range(0, total, images):
@@ -201,13 +201,13 @@ def _chunks(total: int, height: int, width: int, device: torch.device) -> Iterat
 
 
 def _pixel_centres(height: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """x [W] and y [H, 1]."""
+    """Return x [W] and y [H, 1] of the middles of the pixels."""
     x, y = (torch.arange(side, dtype=torch.float32, device=device) + 0.5 for side in (width, height))
     return x, y[:, None]
 
 
 def _intrinsics(fov: Tensor, views: int, height: int, width: int) -> Tensor:
-    """[B, V, 3, 3]: square pixels, the axis through the middle, the field of view over the shorter side."""
+    """Return [B, V, 3, 3]: square pixels, the axis through the middle, the field of view over the shorter side."""
     focal = 0.5 * min(height, width) / (fov / 2).tan()
     matrix = torch.zeros(len(fov), views, 3, 3, dtype=fov.dtype)
     matrix[..., 0, 0] = matrix[..., 1, 1] = focal[:, None]
@@ -219,7 +219,7 @@ def _intrinsics(fov: Tensor, views: int, height: int, width: int) -> Tensor:
 
 
 def _checked_seeds(seeds: Seeds) -> Tensor:
-    """[B] int64 on the CPU."""
+    """Return the seeds as [B] int64 on the CPU, or raise an error that names what came."""
     try:
         words = torch.as_tensor(seeds, device="cpu")
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
@@ -234,14 +234,8 @@ def _checked_seeds(seeds: Seeds) -> Tensor:
     return words.long()
 
 
-def _checked_size(size: int | tuple[int, int]) -> tuple[int, int]:
-    sides = tuple(size) if isinstance(size, tuple | list) else (size, size)
-    if len(sides) != 2 or not all(isinstance(side, int) and not isinstance(side, bool) and side > 0 for side in sides):
-        raise ImageError(f"size={size!r}: expected a positive number of pixels or (height, width), such as 224.")
-    return sides
-
-
 def _checked_device(device: str | torch.device) -> torch.device:
+    """Return the device, or raise an error if tensors cannot be made on it."""
     try:
         target = torch.device(device)
         torch.empty(0, device=target)

@@ -1,4 +1,4 @@
-"""From hits to colours: where a ray met a surface, which way that faces, its texture, lights, shadows, haze and sky."""
+"""From hits to colours: where a ray met a surface and which way that faces, its texture, lights, shadows, haze, sky."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pullback.scenes.camera import BOX, INTERVALS, SPHERE, Vector, is_blocked
-from pullback.scenes.shots import Columns, Group, Plan, Shots
-from pullback.scenes.textures import noise, pattern
+from pullback.scenes.camera import INTERVALS, Columns, Group, Plan, Shots, Vector, dot, is_blocked
+from pullback.scenes.look import noise, pattern
+from pullback.scenes.splits import BOX, SPHERE
 
 _LIFT = 2e-3  # metres off the surface at which shadow rays start; without it rounding darkens lit surfaces
 _CORNER_DEPTH, _CORNER_WIDTH = 0.4, 0.22  # how much and how far (metres) corners are darker in ambient light
@@ -28,13 +28,13 @@ class Hits:
 
 
 def shade(shots: Shots, hits: Hits, plan: Plan) -> tuple[Tensor, Vector]:
-    """(rgb [N, 3, H, W] in [0, 1], unit normals in the world that face the camera)."""
+    """Return (rgb [N, 3, H, W] in [0, 1], unit normals in the world that face the camera)."""
     point = _points(shots.origin, hits)
     index = hits.surface.flatten(1)[:, None].expand(-1, shots.table.shape[1], -1)
     picked = shots.table.gather(2, index).unflatten(2, hits.depth.shape[1:])  # [N, C, H, W]
     columns = picked.unbind(1)
     normal, u, v = _local_geometry(columns, point)
-    length = _dot(hits.direction, hits.direction).sqrt()
+    length = dot(hits.direction, hits.direction).sqrt()
     normal, cosine = _facing(normal, hits.direction, length)
 
     u, v = (torch.addcmul(o, x, columns[Columns.SCALE]) for o, x in zip(columns[Columns.OFFSET], (u, v), strict=True))
@@ -58,15 +58,16 @@ def shade(shots: Shots, hits: Hits, plan: Plan) -> tuple[Tensor, Vector]:
 
 
 def _points(origin: Tensor, hits: Hits) -> Vector:
+    """Return the points in the world that the rays hit."""
     x, y, z = (torch.addcmul(_per_image(origin[:, axis]), hits.depth, hits.direction[axis]) for axis in range(3))
     return x, y, z
 
 
 def _local_geometry(columns: tuple[Tensor, ...], point: Vector) -> tuple[Vector, Tensor, Tensor]:
-    """The outward normal in the world, not yet of unit length, and the surface coordinates (u, v) in metres.
+    """Return the outward normal in the world, not yet of unit length, and the surface coordinates (u, v) in metres.
 
-    In the frame of its unit shape a point tells by itself which part of the surface it lies on: the coordinate of the
-    largest size names the face of a box; a cylinder's cap is where |z| exceeds the distance from the axis.
+    In the frame of its unit shape a point's coordinates tell on which part of the surface it lies: the largest of them
+    names the face of a box; a cylinder's cap is where |z| exceeds the distance from the axis.
     """
     maps, half = columns[Columns.MAP], columns[Columns.HALF]
     x, y, z = (_affine(maps[4 * row : 4 * row + 4], point) for row in range(3))
@@ -80,7 +81,7 @@ def _local_geometry(columns: tuple[Tensor, ...], point: Vector) -> tuple[Vector,
     normal_y = torch.where(on_top, 0.0, torch.where(is_box, torch.where(lies_x, 0.0, y.sign()), y))
     normal_z = torch.where(on_top, z.sign(), torch.where(is_ball, z, 0.0))
     local = normal_x * half[0], normal_y * half[1], normal_z * half[2]  # a map's rows are a rotation's, over `half`
-    world_x, world_y, world_z = (_dot(local, (maps[axis], maps[4 + axis], maps[8 + axis])) for axis in range(3))
+    world_x, world_y, world_z = (dot(local, (maps[axis], maps[4 + axis], maps[8 + axis])) for axis in range(3))
 
     metric_x, metric_y, metric_z = x * half[0], y * half[1], z * half[2]
     around = torch.where(is_box, torch.where(lies_x, metric_y, metric_x), torch.atan2(y, x) * half[0])
@@ -90,9 +91,9 @@ def _local_geometry(columns: tuple[Tensor, ...], point: Vector) -> tuple[Vector,
 
 
 def _facing(normal: Vector, direction: Vector, length: Tensor) -> tuple[Vector, Tensor]:
-    """The unit normal on the camera's side, and the cosine of the angle at which it is seen."""
-    along = _dot(normal, direction)
-    scale = torch.rsqrt(_dot(normal, normal).clamp(min=1e-12))
+    """Return the unit normal on the camera's side, and the cosine of the angle at which it is seen."""
+    along = dot(normal, direction)
+    scale = torch.rsqrt(dot(normal, normal).clamp(min=1e-12))
     scale = torch.where(along > 0, -scale, scale)  # on a silhouette rounding can leave it turned away
     x, y, z = (component * scale for component in normal)
     return (x, y, z), -along * scale / length
@@ -101,7 +102,7 @@ def _facing(normal: Vector, direction: Vector, length: Tensor) -> tuple[Vector, 
 def _lit(
     shots: Shots, direction: Vector, length: Tensor, point: Vector, normal: Vector, gloss: Tensor, plan: Plan
 ) -> tuple[Tensor, Tensor]:
-    """Light [N, 3, H, W] that a white matt surface and a mirror-like highlight send to the camera."""
+    """Return the light [N, 3, H, W] that a white matt surface and a mirror-like highlight send to the camera."""
     lights = shots.look.lights
     size = (*point[0].shape[:1], 3, *point[0].shape[1:])
     diffuse, highlight = point[0].new_zeros(size), point[0].new_zeros(size)
@@ -109,13 +110,13 @@ def _lit(
     for index in range(plan.lights):
         place, near = lights.place[:, index], lights.near[:, index]
         towards = tuple(_per_image(place[:, axis]) - _per_image(near) * point[axis] for axis in range(3))
-        squared = _dot(towards, towards)
+        squared = dot(towards, towards)
         distance = squared.sqrt()
-        cosine = _dot(normal, towards) / distance
+        cosine = dot(normal, towards) / distance
         strength = torch.reciprocal(1 + squared * _per_image(lights.falloff[:, index]))
         strength = torch.where(_shadowed(shots, start, place, near, plan.groups) | (cosine <= 0), 0.0, strength)
         halfway = tuple(a / distance - b / length for a, b in zip(towards, direction, strict=True))
-        mirror = _dot(normal, halfway).clamp(min=0) * torch.rsqrt(_dot(halfway, halfway).clamp(min=1e-12))
+        mirror = dot(normal, halfway).clamp(min=0) * torch.rsqrt(dot(halfway, halfway).clamp(min=1e-12))
         colour = _channels(lights.colour[:, index])
         diffuse.addcmul_(colour, (strength * cosine)[:, None])
         highlight.addcmul_(colour, (strength * mirror.pow(gloss))[:, None])
@@ -123,7 +124,7 @@ def _lit(
 
 
 def _shadowed(shots: Shots, start: tuple[Tensor, ...], place: Tensor, near: Tensor, groups: list[Group]) -> Tensor:
-    """Whether an object stands between each point [N, H, W] and the light."""
+    """Return whether an object stands between each point and the light, [N, H, W]."""
     shadow = torch.zeros_like(start[0], dtype=torch.bool)
     for group in groups:
         maps = group.of(shots.maps)[:, group.slot]  # [n, 3, 4]
@@ -146,7 +147,7 @@ def _shadowed(shots: Shots, start: tuple[Tensor, ...], place: Tensor, near: Tens
 
 
 def _openness(shots: Shots, point: Vector, normal: Vector) -> Tensor:
-    """How much ambient light arrives [N, H, W]: less in the corners of a room and where things stand on the floor."""
+    """Return how much ambient light arrives, [N, H, W]: less in corners and where things stand on the floor."""
     share = torch.ones_like(point[0])
     for axis in range(3):
         for bound, side in ((shots.low, 1), (shots.high, -1)):
@@ -157,7 +158,7 @@ def _openness(shots: Shots, point: Vector, normal: Vector) -> Tensor:
 
 
 def _outdoors(shots: Shots, hits: Hits, rise: Tensor, detailed: Tensor, colour: Tensor) -> Tensor:
-    """Haze over what is far, and the sky where nothing is."""
+    """Lay haze over what is far, and paint the sky where nothing was hit."""
     look = shots.look
     horizon, zenith = _channels(look.horizon), _channels(look.zenith)
     haze = _per_image(look.haze) * (1 - torch.exp(-hits.depth / _HAZE_LENGTH))
@@ -171,10 +172,6 @@ def _outdoors(shots: Shots, hits: Hits, rise: Tensor, detailed: Tensor, colour: 
 
 def _affine(row: tuple[Tensor, ...], point: Vector) -> Tensor:
     return torch.addcmul(torch.addcmul(torch.addcmul(row[3], row[0], point[0]), row[1], point[1]), row[2], point[2])
-
-
-def _dot(left: tuple[Tensor, ...], right: tuple[Tensor, ...]) -> Tensor:
-    return torch.addcmul(torch.addcmul(left[0] * right[0], left[1], right[1]), left[2], right[2])
 
 
 def _entry(maps: Tensor, row: int, column: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""From which ranges scenes are drawn, and the names of what can be drawn: classes, shapes, textures."""
+"""What can be drawn, and from which ranges: classes, shapes, textures, `SceneRange`, and seeds kept for evaluation."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from dataclasses import dataclass, fields
 from pullback.errors import PullbackError
 
 HELD_OUT = 1 << 40
-"""First seed of the scenes that no embedded model was trained on: the bank and the demo start here."""
+"""First seed of the scenes that no embedded model was trained on; the demo and the bank of neighbours start here."""
 QUERIES = 2 * HELD_OUT
 """First seed of the scenes that embedded models are evaluated on."""
 
 SETTINGS = ("room", "open ground")
 ARRANGEMENTS = ("row of {}s", "ring of {}s", "tower of {}s", "one giant {}")
 SHAPES = ("sphere", "box", "cylinder")
+SPHERE, BOX, CYLINDER = range(len(SHAPES))
 
 CLASSES: tuple[str, ...] = tuple(
     f"{setting}: {arrangement.format(shape)}".replace("boxs", "boxes")
@@ -21,7 +22,7 @@ CLASSES: tuple[str, ...] = tuple(
     for arrangement in ARRANGEMENTS
     for shape in SHAPES
 )
-"""What stands where; smaller objects of other shapes may stand around."""
+"""Where the main objects stand and what shape they have; smaller objects of other shapes may stand around them."""
 
 TEXTURES = ("plain", "gradient", "checker", "stripes", "bricks", "noise", "dots", "zigzag")
 

@@ -15,8 +15,9 @@ from pullback.errors import ImageError, PullbackError
 from pullback.operators import JacobianOperator
 from pullback.operators.execution import check_precision
 from pullback.probes import ProbeMap
+from pullback.randnla.modes import choose_method
 from pullback.randnla.svd import check_rank
-from pullback.targets.recipe import Recipe, choose_method
+from pullback.targets.recipe import Recipe
 from pullback.targets.shards import Job, Shard, SkippedItem, compute_shard, plan
 from pullback.targets.store import StoreWriter, TargetStore, configuration
 from pullback.targets.table import TargetTable
@@ -121,7 +122,7 @@ def _checked(
     """Refuse what would fail later, before anything is read or written."""
     if crops < 0:
         raise PullbackError(f"crops: expected a number of crops per image, or 0 for the plain image, got {crops}.")
-    choose_method(recipe.method, 1, 1, recipe.rank)
+    choose_method(recipe.method, 1, 1, recipe.rank)  # refuses unknown names before anything is read
     check_precision(recipe.precision)
     pixels = probe.pixel_format(size)
     blank = probe.features(torch.zeros(1, 3, *pixels.size))

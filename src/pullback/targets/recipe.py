@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pullback.errors import ImageError, PullbackError
-from pullback.geometry.importance import BlockNorms, block_norms, exact_block_norms
+from pullback.geometry.importance import block_norms, exact_block_norms
 from pullback.geometry.spectrum import (
     Probe,
     as_token_maps,
@@ -20,25 +20,11 @@ from pullback.geometry.spectrum import (
 )
 from pullback.operators import JacobianOperator, LowRankMetric, ProductCount, check_sensitive
 from pullback.operators.execution import free_bytes
-from pullback.randnla import (
-    Estimate,
-    Streams,
-    Svd,
-    block_krylov,
-    krylov_outputs,
-    output_krylov,
-    power_iteration,
-    pulled_outputs,
-)
-from pullback.randnla.leading import exact_modes
-from pullback.randnla.sketch import METHODS, capture_ratio
+from pullback.randnla import Estimate, Streams, choose_method, leading_modes
+from pullback.randnla.modes import USUAL_DEPTH, capture_ratio
 from pullback.randnla.svd import default_block
-from pullback.randnla.trace import energy
 
 MAX_SAMPLES = {"cpu": 4, "cuda": 64}
-MAX_DENSE_BYTES = 2e9
-"""Of the dense J of one sample. A constant, not a share of the memory: every machine must choose the same method."""
-_USUAL_DEPTH = 8
 
 
 @dataclass(frozen=True)
@@ -99,7 +85,7 @@ def targets_of(
     if seeds is not None and len(seeds) != len(features):
         raise PullbackError(f"seeds: expected one per sample, {len(features)}, got {len(seeds)}.")
     rows, inputs = output_size(probe, features), features[0].numel()
-    method = choose_method(method, rows, inputs, rank, num_probes=num_probes, itemsize=features.element_size())
+    method = choose_method(method, rows, inputs, rank, sampled=num_probes, itemsize=features.element_size())
     recipe = Recipe(rank, method, num_probes, rtol, precision, keep_modes)
     size = checked_batch_size(batch_size) or _samples_that_fit(recipe, rows, features)
 
@@ -119,16 +105,6 @@ def targets_of(
         if on_progress is not None:
             on_progress(len(part))
     return join(parts)
-
-
-def choose_method(method: str, rows: int, cols: int, rank: int, *, num_probes: int = 32, itemsize: int = 4) -> str:
-    """What "auto" means for a J of rows x cols: decided by sizes alone, so that all machines decide alike."""
-    if method not in METHODS:
-        raise PullbackError(f"method: expected one of {', '.join(METHODS)}, got {method!r}.")
-    if method != "auto":
-        return method
-    cheaper = min(rows, cols) <= 2 * default_block(rank) * _USUAL_DEPTH + num_probes
-    return "exact" if cheaper and rows * cols * itemsize <= MAX_DENSE_BYTES else "krylov"
 
 
 def join(parts: Sequence[Targets]) -> Targets:
@@ -153,9 +129,16 @@ def join(parts: Sequence[Targets]) -> Targets:
 
 def _targets(op: JacobianOperator, shape: torch.Size, recipe: Recipe, streams: Streams) -> Targets:
     spent = op.products
-    svd, norms, captured = _svd_and_norms(op, shape[0], recipe, streams)
+    found = leading_modes(
+        op, recipe.rank, method=recipe.method, rtol=recipe.rtol, precision=recipe.precision, streams=streams
+    )
+    svd = found.svd
+    if svd.column_energies is not None:
+        norms = exact_block_norms(svd.column_energies, shape[0], round_off=op.round_off)
+    else:  # deflated by what is known of the output space
+        norms = block_norms(op, shape[0], num_probes=recipe.num_probes, known=found.known, streams=streams)
     modes = as_token_maps(svd.right, shape)
-    kappa = capture_ratio(svd, norms.total, captured)
+    kappa = capture_ratio(svd, norms.total, found.captured)
     return Targets(
         singular_values=svd.singular_values,
         importance=LowRankMetric(modes, svd.singular_values.square()).importance(),
@@ -168,31 +151,10 @@ def _targets(op: JacobianOperator, shape: torch.Size, recipe: Recipe, streams: S
     )
 
 
-def _svd_and_norms(
-    op: JacobianOperator, tokens: int, recipe: Recipe, streams: Streams
-) -> tuple[Svd, BlockNorms, Tensor | None]:
-    """The leading modes, the block norms deflated by what they know of the output space, and the energy in there."""
-    if recipe.method == "exact":
-        svd = exact_modes(op, recipe.rank, precision=recipe.precision)
-        assert svd.column_energies is not None
-        return svd, exact_block_norms(svd.column_energies, tokens), None
-    captured = None
-    if recipe.method == "krylov" and op.rows <= op.cols:
-        svd, known = output_krylov(op, recipe.rank, rtol=recipe.rtol, streams=streams)
-        captured = known.pulled.square().sum((1, 2)).double()
-    elif recipe.method == "krylov":
-        svd = block_krylov(op, recipe.rank, rtol=recipe.rtol, streams=streams)
-        known, captured = krylov_outputs(svd), energy(svd.deflation()[1])
-    else:
-        svd = power_iteration(op, recipe.rank, streams=streams)
-        known = pulled_outputs(op, svd.deflation()[1])
-    return svd, block_norms(op, tokens, num_probes=recipe.num_probes, known=known, streams=streams), captured
-
-
 def _samples_that_fit(recipe: Recipe, rows: int, features: Tensor) -> int:
     """Twice the dense J and the copy that joins its pieces, or twice a Krylov basis, its copies and the probes."""
     inputs = features[0].numel()
-    krylov = 4 * default_block(recipe.rank) * _USUAL_DEPTH + 3 * recipe.num_probes
+    krylov = 4 * default_block(recipe.rank) * USUAL_DEPTH + 3 * recipe.num_probes
     columns = 2 * min(rows, inputs) if recipe.method == "exact" else krylov
     bytes_per_sample = 2 * columns * inputs * features.element_size()
     limit = MAX_SAMPLES.get(features.device.type, 4)

@@ -15,7 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pullback.pruning.forward import _after, _Tokens, decide
+from pullback.pruning.forward import TokenState as _Tokens
+from pullback.pruning.forward import after_stage as _after
+from pullback.pruning.forward import decide
 from pullback.pruning.matching import ALIGNED, NOBODY, Matching, artifacts, lowest, ranks, removal_costs, rows
 from pullback.pruning.plan import PrunePlan
 from pullback.pruning.scores import NEVER, Score, ScoreContext

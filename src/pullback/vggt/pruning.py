@@ -27,8 +27,12 @@ from torch import Tensor, nn
 from pullback.backbones import Backbone
 from pullback.backbones.loading import check_evaluation_mode
 from pullback.errors import ModelError, PullbackError
-from pullback.pruning.forward import StageRecord, _record, _Tokens, _whole, scored
+from pullback.pruning.forward import StageRecord, scored
+from pullback.pruning.forward import TokenState as _Tokens
+from pullback.pruning.forward import stage_record as _record
+from pullback.pruning.forward import whole_sequence as _whole
 from pullback.pruning.matching import Leftover, leftover, reinserted, rows
+from pullback.pruning.model import Pruned
 from pullback.pruning.plan import PrunePlan, as_blocks, as_shares, preset
 from pullback.pruning.scores import HeadScore, Score, ScoreContext, as_score
 from pullback.tokens import TokenLayout
@@ -53,7 +57,7 @@ class PrunedScenes:
     tokens: tuple[int, ...]  # that each global block ran on
 
 
-class PrunedVGGT(nn.Module):
+class PrunedVGGT(Pruned):
     """A VGGT with its own call and output that runs on fewer tokens; ``model`` is the original, untouched."""
 
     def __init__(self, model: VGGT, plan: PrunePlan, scores: Sequence[Choice], scope: Scope) -> None:
@@ -111,7 +115,7 @@ def view_plan(
     name: str, ratio: float | Sequence[float], stages: Sequence[int], *, scope: Scope, depth: int
 ) -> PrunePlan:
     """A named plan. Within a view it is that of an image with a dense decoder, but for "best": tokens that come back
-    for the last block disturb the cameras more than they help the maps (docs/vggt-pruning.md)."""
+    for the last block disturb the cameras more than they help the maps (docs/results/vggt-pruning.md)."""
     if scope not in get_args(Scope):
         raise PullbackError(f"scope: expected one of {', '.join(get_args(Scope))}, got {scope!r}.")
     if name not in PRESETS:

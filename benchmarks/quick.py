@@ -1,0 +1,118 @@
+"""Run a short version of every benchmark on this CPU, a few minutes in all, and print the commands of the full ones.
+
+    python benchmarks/quick.py                  # what `make bench` does
+    python benchmarks/quick.py products vggt    # some of them
+
+Models are embedded or random, pictures are drawn, results go to a temporary folder: benchmarks/results/ stays as it is.
+Short runs show that a script works, and nothing else. `python benchmarks/NAME.py --help` says what a script measures;
+docs/results/ shows what the full commands gave.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+# PHOTOS, OTHERS, HEAD and MODEL stand for folders that `prepare` fills; OUT for the folder of the results.
+QUICK = {
+    "products": "--layers 10 --tangents 4 --quick",
+    "accuracy": "--model tiny-scenes --images PHOTOS --layers 10 --limit 2",
+    "cold_start": "--size small --images PHOTOS --limit 2 --device cpu --repeats 1",
+    "targets": "--cases small:10 --images 1 --methods krylov",
+    "scenes": "--batch 4 --rounds 2",
+    "heads": "--layer 10 --train PHOTOS --held-out OTHERS --size 112 --width 32 --exact-steps 4 --block 8 "
+    "--steps-per-block 2 --batch 4 --validate-every 4 --precision float32",
+    "layer_heads": "--heads 8:32 10:32 --refine --train PHOTOS --held-out OTHERS --size 112 --steps 4 --batch 4 "
+    "--block 8 --steps-per-block 2 --validate-every 4 --work OUT/heads",
+    "spn": "--train PHOTOS --held-out OTHERS --size 112 --rank 4 --width 32 --steps 4 --batch 2 --constant-images 4 "
+    "--precision float32",
+    "pruning_choices": "--model MODEL --images PHOTOS --heads 6=HEAD --limit 2 --ratios 0.5",
+    "pruning_planner": "--model MODEL --heads 6=HEAD --calibration PHOTOS --held-out OTHERS --limit 2 --batch 2",
+    "pruning_precision": "--model MODEL --images PHOTOS --head HEAD --stage 6 --limit 2 --batch 2",
+    "pruning_schedules": "--images PHOTOS --limit 2 --batch 2 --score norm --ratios 0.3",
+    "pruning_speed": "--device cpu --size small --cases 224:1 --no-compile --rounds 1",
+    "vggt": "",
+    "vggt_pruning": "--ratios 0.5 --rounds 1",
+    "vggt_rules": "--scenes 2 --views 2 --scores random",
+    "vggt_spectra": "--scenes 1",
+    "plot_training": "--out OUT/training.png",
+}
+FULL = {
+    "products": "--size base --device cuda --precision tf32",
+    "accuracy": "--model facebook/dinov2-small --images photos/ --limit 50 --seeds 3 --device cuda",
+    "cold_start": "--images photos/ --limit 50 --device cuda",
+    "targets": "--device cuda --precision tf32 float32",
+    "layer_heads": "--model facebook/dinov2-small --train train/ --held-out others/ --device cuda --work runs/heads",
+    "spn": "--model facebook/dinov2-small --train train/ --held-out others/ --device cuda",
+    "pruning_choices": "--model facebook/dinov2-small --images train/ --heads 3=heads/L03 6=heads/L06 10=heads/L10",
+    "pruning_planner": "--model facebook/dinov2-small --heads 3=heads/L03 6=heads/L06 10=heads/L10 "
+    "--calibration train/ --held-out others/ --device cuda",
+    "pruning_precision": "--model facebook/dinov2-small --images photos/ --head heads/L06 --stage 6",
+    "pruning_schedules": "--images scenes/ --device cuda",
+    "pruning_speed": "--device cuda --heads 256x1 512x2",
+    "scenes": "--device cuda --batch 1024",
+    "vggt": "--size full --device cuda --layers 16 hooks",
+    "vggt_pruning": "--model full --views 32 --pixels 518 --device cuda",
+}
+
+
+def prepare(folder: Path) -> dict[str, str]:
+    """Draw pictures and write a DINOv2-S and a head with random weights."""
+    from measure import random_dinov2
+    from PIL import Image
+
+    import pullback as pb
+    from pullback.scenes import render
+
+    for name, seeds in (("photos", range(6)), ("others", range(100, 103))):
+        (folder / name).mkdir()
+        for seed, picture in zip(seeds, render(seeds, size=256).rgb[:, 0], strict=True):
+            pixels = (255 * picture).byte().permute(1, 2, 0).numpy()
+            Image.fromarray(pixels).save(folder / name / f"{seed:03d}.png")
+    model = random_dinov2("small")
+    model.save_pretrained(folder / "model")
+    pb.ImportanceHead(model.config.hidden_size, 32).save_pretrained(folder / "head")
+    return {name.upper(): str(folder / name) for name in ("photos", "others", "model", "head")}
+
+
+def main() -> None:
+    chosen = sys.argv[1:] or list(QUICK)
+    unknown = [name for name in chosen if name not in QUICK]
+    if unknown:
+        raise SystemExit(f"no benchmark {unknown[0]!r}; there are {', '.join(QUICK)}")
+    begun = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        places = prepare(Path(folder))
+        for number, name in enumerate(chosen, start=1):
+            words = QUICK[name].split()
+            if "OUT/training.png" not in words:
+                words += ["--out", "OUT"]
+            places["OUT"] = str(Path(folder) / "results")
+            os.makedirs(places["OUT"], exist_ok=True)
+            command = [str(HERE / f"{name}.py"), *(filled(word, places) for word in words)]
+            started = time.perf_counter()
+            done = subprocess.run([sys.executable, *command], capture_output=True, text=True)
+            spent = time.perf_counter() - started
+            print(f"[bench {number}/{len(chosen)}] {name}.py {QUICK[name]}: {spent:.0f} s", flush=True)
+            if done.returncode != 0:
+                raise SystemExit(f"{done.stdout}{done.stderr}\n{name}.py failed with exit code {done.returncode}")
+    print(f"[bench] all of it works, {time.perf_counter() - begun:.0f} s. With weights, pictures or a GPU:")
+    for name in chosen:
+        if name in FULL:
+            print(f"  python benchmarks/{name}.py {FULL[name]}")
+
+
+def filled(word: str, places: dict[str, str]) -> str:
+    """Put the folders in place of the capital words."""
+    for name, place in places.items():
+        word = word.replace(name, place)
+    return word
+
+
+if __name__ == "__main__":
+    main()

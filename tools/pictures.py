@@ -1,0 +1,63 @@
+"""Make the pictures of the guides again, with the commands that their captions state.
+
+    python tools/pictures.py                 # all of them, minutes on two cores
+    python tools/pictures.py pruning vggt    # some of them
+
+Everything runs on the embedded models and drawn scenes; nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
+DEMO = "pullback demo --out demo-out"
+COMMANDS: dict[str, tuple[list[str], str]] = {
+    "scenes": ([DEMO], "demo-out/scenes/scenes.png"),
+    "diagnose": (
+        [
+            DEMO,
+            "pullback diagnose tiny-scenes --decoder depth-6x6 --layer 8 --rank 10 --images demo-out/images "
+            "--out found",
+        ],
+        "found/tokens_L08.png",
+    ),
+    "pruning": (
+        [
+            DEMO,
+            "pullback prune tiny-scenes --decoder depth --stages 4 --scores norm --preset best,paper,tome "
+            "--ratios 0.1,0.5 --time none --images demo-out/images --out found",
+        ],
+        "found/tokens.png",
+    ),
+    "vggt": (
+        [
+            "-m pullback.scenes.pictures --count 2 --views 2 --out drawn",
+            "pullback diagnose tiny-views --decoder camera --layer 4 --images drawn --out found",
+        ],
+        "found/tokens_L04.png",
+    ),
+}
+"""Name of the picture: commands, and the file that they write."""
+
+
+def make(name: str) -> None:
+    commands, result = COMMANDS[name]
+    with tempfile.TemporaryDirectory() as folder:
+        for command in commands:
+            print(f"[pictures] {name}: {command.removeprefix('-m ')}", flush=True)
+            words = shlex.split(command)
+            start = ["-m", "pullback"] if words[0] == "pullback" else words[:2]
+            rest = words[1:] if words[0] == "pullback" else words[2:]
+            subprocess.run([sys.executable, *start, *rest], cwd=folder, check=True, stdout=subprocess.DEVNULL)
+        shutil.copyfile(Path(folder) / result, IMAGES / f"{name}.png")
+
+
+if __name__ == "__main__":
+    for chosen in sys.argv[1:] or COMMANDS:
+        make(chosen)
