@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pullback.models.embedded import EMBEDDED
+from pullback.models import EMBEDDED
 
 _DIGITS = 6
 _SECONDS_BETWEEN_LINES = 5.0
