@@ -32,7 +32,7 @@ from pullback.evaluation.poses import (
     relative_poses,
     rotation_angle,
 )
-from pullback.models.embedded import EMBEDDED
+from pullback.models import EMBEDDED
 from pullback.runs.progress import Lines, Progress, Silent
 from pullback.scenes.render import render
 from pullback.scenes.splits import HELD_OUT, QUERIES

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pullback.evaluation.statistics import mean_and_error
-from pullback.models.embedded import EMBEDDED
+from pullback.models import EMBEDDED
 from pullback.runs.files import make_folder, write_json
 from pullback.runs.provenance import file_hash, provenance
 from pullback.runs.rows import finite

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pullback.models.embedded import EMBEDDED
+from pullback.models import EMBEDDED
 
 ROOT = Path(__file__).resolve().parents[1]
 WEIGHTS = "pullback/models/weights"

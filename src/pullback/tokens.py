@@ -1,11 +1,11 @@
-"""Where the tokens of a sample sit: views, prefix tokens, patch grid.
+"""Tokens of samples: where they sit, and what travels with them.
 
-Features that remember what a probe map needs besides them: the token layout, and the layers below the probe.
-
-A decoder that reads layers below the probe layer keeps them constant, so they must travel with the features. They do
-through sums, scalings, dtype and device changes, and slices of the batch, so that ``probe(F + step * V)`` and
-``probe(F[:1])`` mean what they say; of two features that are added, the first's stay. Whatever else is done to them
-gives a plain tensor: after a flip or a sort the tokens would no longer be where the constants are.
+A `TokenLayout` says where the tokens of a sample sit: views, prefix tokens, patch grid. `Features` are tokens of one
+layer that remember what a probe map needs besides them: their layout, and what its decoder reads of layers below the
+probe, which a probe map keeps constant. These travel along through sums, scalings, dtype and device changes, and
+slices of the batch, so that ``probe(F + step * V)`` and ``probe(F[:1])`` mean what they say; of two features that are
+added, the first's stay. Whatever else is done to them gives a plain tensor: after a flip or a sort the tokens would no
+longer be where the constants are.
 """
 
 from __future__ import annotations
@@ -67,13 +67,14 @@ _KEEPING = {
 
 
 class Features(torch.Tensor):
-    """[B, N, D] with ``token_layout`` and ``below`` (layer -> constant tokens [B, N, D])."""
+    """[B, N, D] with ``token_layout`` and ``below``: layer -> what is constant of it, [B, N, width]."""
 
     token_layout: TokenLayout
     below: dict[int, Tensor]
 
     @staticmethod
     def attach(tokens: Tensor, layout: TokenLayout, below: dict[int, Tensor]) -> Features:
+        """The tokens with these companions."""
         features = tokens.as_subclass(Features)
         features.token_layout, features.below = layout, below
         return features

@@ -7,7 +7,7 @@ from helpers.families import SMALL_MODELS, images_for, model_of
 from pullback.backbones import entry_of, list_models, load_backbone
 from pullback.backbones.loading import family_of
 from pullback.errors import ImageError, ModelError, ShapeError
-from pullback.models.embedded import EMBEDDED
+from pullback.models import EMBEDDED
 from pullback.registry import BACKBONES
 from pullback.tokens import TokenLayout
 

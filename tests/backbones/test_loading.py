@@ -11,7 +11,7 @@ import pullback as pb
 from helpers.families import GRIDS, SMALL_MODELS, images_for, model_of, randomized, save
 from pullback.backbones import entry_of, load_backbone, resolve_device
 from pullback.errors import DecoderError, ModelError
-from pullback.models.embedded import EMBEDDED
+from pullback.models import EMBEDDED
 
 ON_CPU = dict(device="cpu", dtype=torch.float64)
 

@@ -12,7 +12,7 @@ import pullback as pb
 from helpers.families import DOWNSAMPLED, FROM_FOLDER, GRIDS, SMALL_MODELS, images_for, model_of, random_normal
 from helpers.vggt_models import REFERENCES, scenes, tiny
 from pullback.backbones import entry_of
-from pullback.models.embedded import EMBEDDED
+from pullback.models import EMBEDDED
 from pullback.operators import JacobianOperator
 from pullback.registry import BACKBONES
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pullback.models.embedded import EMBEDDED
+from pullback.models import EMBEDDED
 from recipes import evaluate_tiny_scenes, tiny_scenes_importance
 from recipes.measurement import weights_sha256
 

@@ -8,7 +8,7 @@ import torch
 
 import pullback as pb
 from pullback.experiments.scene_taxonomy import numerical_ranks
-from pullback.models.embedded import EMBEDDED
+from pullback.models import EMBEDDED
 from pullback.scenes.render import render
 from pullback.scenes.splits import HELD_OUT
 from recipes.evaluate_tiny_views import MEAN, NETWORK, evaluate, missed, table

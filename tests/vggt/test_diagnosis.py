@@ -172,8 +172,8 @@ def test_a_file_of_weights_is_a_model_too(place, tmp_path, monkeypatch):
     [
         ({"--size": "28x42"}, "size: expected the width of the views, such as 518"),
         ({"--size": "28x42"}, "got 28x42. Use 42."),
-        ({"--size": "30"}, "size=30: expected a width of whole patches, a multiple of patch_size=14"),
-        ({"--size": "0"}, "size=0: expected a width of whole patches"),
+        ({"--size": "30"}, "size=30: expected a multiple of patch_size=14"),
+        ({"--size": "0"}, "size=0: expected a multiple of patch_size=14"),
         (
             {"--precision": "bf16"},
             "precision: expected float32 or tf32 for {place}/model camera L02, whose products have no bf16",
@@ -292,7 +292,7 @@ def test_a_limit_counts_readable_scenes(place):
     found = read_scenes(place / "scenes", size=28, limit=2)
     assert [scene.folder.name for scene in found.scenes] == ["garden", "kitchen"]
     assert [type(scene) for scene in found.skipped] == [SkippedImage]
-    with pytest.raises(ImageError, match="size=7: expected a width of whole patches, a multiple of patch_size=14"):
+    with pytest.raises(ImageError, match="size=7: expected a multiple of patch_size=14"):
         read_scenes(place / "scenes", size=7)
 
 

@@ -158,10 +158,10 @@ def test_pictures_that_would_vanish_or_explode_are_refused(tmp_path):
     ("arguments", "message"),
     [
         (dict(mode="stretch"), "mode: expected 'crop' or 'pad', got 'stretch'"),
-        (dict(size=500), "size=500: expected a width of whole patches, a multiple of patch_size=14"),
-        (dict(size=0), "size=0: expected a width of whole patches"),
-        (dict(size=56.0), r"size=56\.0: expected .* a multiple of patch_size=14 as an int, such as 518"),
-        (dict(size="56"), "size='56': expected a width"),
+        (dict(size=500), "size=500: expected a multiple of patch_size=14"),
+        (dict(size=0), "size=0: expected a multiple"),
+        (dict(size=56.0), r"size=56\.0: expected a multiple of patch_size=14, as an int, such as 518"),
+        (dict(size="56"), "size='56': expected a multiple"),
         (dict(patch_size=14.0), r"patch_size=14\.0: expected a positive whole number"),
     ],
 )

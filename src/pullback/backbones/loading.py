@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from pullback.backbones.backbone import AnyBackbone, Backbone, Preprocessing
 from pullback.errors import ModelError
+from pullback.models import EMBEDDED
 from pullback.models.dinov2 import Dinov2, Dinov2Config
-from pullback.models.embedded import EMBEDDED
 from pullback.models.tiny_scenes import TinyScenes, TinyScenesConfig
 from pullback.registry import BackboneEntry, backbones, resolve
 

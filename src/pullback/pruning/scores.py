@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pullback import registry
-from pullback.backbones import Backbone
+from pullback.backbones import AnyBackbone
 from pullback.errors import ModelError, PullbackError, ShapeError
 from pullback.operators import LowRankMetric
 from pullback.tokens import TokenLayout
@@ -31,7 +31,7 @@ class ScoreContext:
     """What a score may know besides the tokens, which are F^layer [B, N, D], the output of block ``layer``; earlier
     stages may have removed some of the image's."""
 
-    backbone: Backbone
+    backbone: AnyBackbone
     layer: int
     layout: TokenLayout  # of the whole image
     positions: Tensor  # [B, N] places of the tokens in the full sequence
@@ -48,10 +48,10 @@ class ScoreContext:
 
     def class_attention(self) -> Tensor:
         """[B, N]: what the class token attends to in block ``layer``, mean over heads. One query, one softmax."""
-        if self.prefix == 0:
+        if self.prefix == 0 or self.backbone.views:
             raise ModelError(f"score: {self.backbone.name} has no class token, so class attention does not exist.")
         block = self.backbone.blocks[self.layer]
-        rope = self.backbone.rope_of(self.block_input, self.layout, self.positions)
+        rope = self.backbone.gathered(self.positions).tables(self.layout, self.block_input)
         x = block.norm1(self.block_input)
         q, k = block.heads_first(block.query(x[:, :1])), block.heads_first(block.key(x))  # no values: nothing is mixed
         if rope is not None:

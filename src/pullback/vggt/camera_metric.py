@@ -32,7 +32,7 @@ from pullback.errors import DecoderError
 
 POSE, FREE = 9, 8
 """Numbers of a pose encoding, and how many of them are left without the length of the quaternion."""
-_CAMERA = r"camera(-\d+)?( \(official derivative\))?"  # as `scene.camera` names its decoders
+_CAMERA = r"camera(-\d+)?( \(official derivative\))?"  # as `vggt.decoders.camera` names its decoders
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pullback.backbones.loading import fetched_file, first_line, known_file, resolve_device
 from pullback.errors import ModelError
-from pullback.models.embedded import EMBEDDED
+from pullback.models import EMBEDDED
 from pullback.vggt.network import VGGTConfig, VGGTNetwork
 
 CONFIG, WEIGHTS, MODEL_TYPE = "config.json", "model.safetensors", VGGTConfig.model_type

@@ -15,9 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pullback.pruning.forward import TokenState as _Tokens
-from pullback.pruning.forward import after_stage as _after
-from pullback.pruning.forward import decide
+from pullback.pruning.forward import TokenState, after_stage, decide
 from pullback.pruning.matching import ALIGNED, NOBODY, Matching, artifacts, lowest, ranks, removal_costs, rows
 from pullback.pruning.plan import PrunePlan
 from pullback.pruning.scores import NEVER, Score, ScoreContext
@@ -150,8 +148,8 @@ def strided_grid(height: int, width: int, ratio: float) -> Tensor:
 
 
 def prune_within_views(
-    x: _Tokens, context: ScoreContext, plan: PrunePlan, scores: Tensor, count: int, gate: float
-) -> tuple[_Tokens, Matching]:
+    x: TokenState, context: ScoreContext, plan: PrunePlan, scores: Tensor, count: int, gate: float
+) -> tuple[TokenState, Matching]:
     """A stage of views [B S, n, C] that do not see each other: what is left of them, and what was done. What is
     compared grows with the square of a view's tokens, so some views are taken at a time."""
     views = max(1, CHUNK_NUMBERS // x.positions.shape[1] ** 2)
@@ -159,13 +157,13 @@ def prune_within_views(
     for start in range(0, len(x.values), views):
         some = slice(start, start + views)
         log_sizes = None if x.log_sizes is None else x.log_sizes[some]
-        own = _Tokens(x.values[some], x.positions[some], x.sizes[some], log_sizes)
+        own = TokenState(x.values[some], x.positions[some], x.sizes[some], log_sizes)
         seen = replace(context, positions=own.positions, sizes=own.sizes, block_input=own.values, log_sizes=log_sizes)
         matching, weights = _decide_within_views(own.values, seen, plan, scores[some], count, gate)
-        after.append(_after(own, matching, weights, plan))
+        after.append(after_stage(own, matching, weights, plan))
         matchings.append(matching)
     counted = None if after[0].log_sizes is None else _joined(after, "log_sizes")
-    left = _Tokens(_joined(after, "values"), _joined(after, "positions"), _joined(after, "sizes"), counted)
+    left = TokenState(_joined(after, "values"), _joined(after, "positions"), _joined(after, "sizes"), counted)
     return left, Matching(*(_joined(matchings, name) for name in ("kept", "removed", "destination", "merged")))
 
 

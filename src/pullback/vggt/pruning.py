@@ -24,18 +24,15 @@ from typing import Any, Literal, cast, get_args
 import torch
 from torch import Tensor, nn
 
-from pullback.backbones import Backbone
-from pullback.backbones.loading import check_evaluation_mode
+from pullback.backbones import check_evaluation_mode
 from pullback.errors import ModelError, PullbackError
-from pullback.pruning.forward import StageRecord, scored
-from pullback.pruning.forward import TokenState as _Tokens
-from pullback.pruning.forward import stage_record as _record
-from pullback.pruning.forward import whole_sequence as _whole
+from pullback.pruning.forward import StageRecord, TokenState, scored, stage_record, whole_sequence
 from pullback.pruning.matching import Leftover, leftover, reinserted, rows
 from pullback.pruning.model import Pruned
 from pullback.pruning.plan import PrunePlan, as_blocks, as_shares, preset
-from pullback.pruning.scores import HeadScore, Score, ScoreContext, as_score
+from pullback.pruning.scores import Checked, Score, ScoreContext, as_score
 from pullback.tokens import TokenLayout
+from pullback.vggt.backbone import VGGTBackbone, adapt
 from pullback.vggt.checkpoint import VGGT
 from pullback.vggt.matching import Groups, grid_points, group_tokens, prune_within_views, strided_score
 
@@ -65,7 +62,8 @@ class PrunedVGGT(Pruned):
         _check_model(model)
         plan.check_depth(model.config.depth)
         self.model, self.plan, self.scope = model, plan, scope
-        self.scores = _stage_scores(model, plan, scores)
+        self.backbone = adapt(model, type(model).__name__)
+        self.scores = _stage_scores(self.backbone, plan, scores)
         self.heads = nn.ModuleList(dict.fromkeys(score for score in self.scores if isinstance(score, nn.Module)))
         self.eval()  # this wrapper and its heads; the model is in evaluation mode already
 
@@ -85,7 +83,7 @@ class PrunedVGGT(Pruned):
     def run(self, images: Tensor) -> PrunedScenes:
         """Scenes [B, S, 3, H, W] through the trunk."""
         forward = _merge_globally if self.scope == "global" else _prune_views
-        return forward(self.model, images, self.plan, self.scores)
+        return forward(self.backbone, images, self.plan, self.scores)
 
 
 def prune_views(
@@ -134,8 +132,8 @@ def view_plan(
 # Scope "global"
 
 
-def _merge_globally(model: VGGT, images: Tensor, plan: PrunePlan, scores: Sequence[Score]) -> PrunedScenes:
-    trunk = model.aggregator
+def _merge_globally(backbone: VGGTBackbone, images: Tensor, plan: PrunePlan, scores: Sequence[Score]) -> PrunedScenes:
+    trunk = backbone.model.aggregator
     state = trunk.embed(images)
     tokens, layout = state.tokens, state.layout
     del state  # whose tokens would stay to the end
@@ -157,10 +155,10 @@ def _merge_globally(model: VGGT, images: Tensor, plan: PrunePlan, scores: Sequen
             moved = block(mean, ropes[1].at(groups.kept), groups.log_sizes() if plan.sizes else None) - mean
             tokens = frame + groups.spread(moved, follow=plan.reinsert == "drift")
             counts.append(groups.kept.shape[1])
-        if layer in model.config.read_layers:
+        if layer in backbone.model.config.read_layers:
             taps[layer] = torch.cat([frame, tokens], -1).unflatten(1, (layout.views, -1))
         if layer in choices:
-            stage = decide_groups(tokens, model, layer, layout, plan, choices[layer], removed[layer])
+            stage = decide_groups(tokens, backbone, layer, layout, plan, choices[layer], removed[layer])
             groups = stage[0]
             records.append(
                 StageRecord(layer, groups.kept, groups.removed, rows(groups.kept, groups.group), groups.merged)
@@ -169,10 +167,16 @@ def _merge_globally(model: VGGT, images: Tensor, plan: PrunePlan, scores: Sequen
 
 
 def decide_groups(
-    tokens: Tensor, model: VGGT, layer: int, layout: TokenLayout, plan: PrunePlan, score: Score, count: int
+    tokens: Tensor,
+    backbone: VGGTBackbone,
+    layer: int,
+    layout: TokenLayout,
+    plan: PrunePlan,
+    score: Score,
+    count: int,
 ) -> tuple[Groups, Tensor]:
     """One stage: groups among the tokens [B, N, C] of all views, and the weights [B, N] of their means."""
-    context = _context(model, layer, layout, _whole(tokens))
+    context = _context(backbone, layer, layout, whole_sequence(tokens))
     scores = _finite_scores(tokens, context, score)
     patch = layout.patch_mask().to(tokens.device)
     order = torch.cat([(~patch).nonzero().squeeze(1), patch.nonzero().squeeze(1)])
@@ -185,15 +189,15 @@ def decide_groups(
 # Scope "view"
 
 
-def _prune_views(model: VGGT, images: Tensor, plan: PrunePlan, scores: Sequence[Score]) -> PrunedScenes:
-    trunk, depth = model.aggregator, model.config.depth
+def _prune_views(backbone: VGGTBackbone, images: Tensor, plan: PrunePlan, scores: Sequence[Score]) -> PrunedScenes:
+    trunk, depth = backbone.model.aggregator, backbone.depth
     state = trunk.embed(images)
     all_views, views = state.layout, state.layout.views
     layout = TokenLayout(all_views.prefix, all_views.grid)
     rope, _ = trunk.ropes(layout, state.tokens)
     settings = zip(scores, plan.counts(layout.patches), plan.gates, strict=True)
     stages = dict(zip(plan.stages, settings, strict=True))
-    x = _whole(_apart(state.tokens, views))  # views are the samples
+    x = whole_sequence(_apart(state.tokens, views))  # views are the samples
     del state  # whose tokens would stay to the end
     leftovers: list[Leftover] = []
     taps: dict[int, Tensor] = {}
@@ -201,21 +205,21 @@ def _prune_views(model: VGGT, images: Tensor, plan: PrunePlan, scores: Sequence[
     counts: list[int] = []
     for layer, block in enumerate(trunk.global_blocks):
         if plan.fuse_last and layer == depth - 1:
-            x, leftovers = _whole(reinserted(x.values, leftovers)), []
+            x, leftovers = whole_sequence(reinserted(x.values, leftovers)), []
         sizes = None if x.log_sizes is None else _together(x.log_sizes, views)
         frame = trunk.frame_step(layer, _together(x.values, views), views, rope.at(x.positions), x.log_sizes)
         tokens = block(frame, rope.at(_together(x.positions, views)), sizes)
         counts.append(tokens.shape[1])
-        x = _Tokens(_apart(tokens, views), x.positions, x.sizes, x.log_sizes)
-        if layer in model.config.read_layers:
+        x = TokenState(_apart(tokens, views), x.positions, x.sizes, x.log_sizes)
+        if layer in backbone.model.config.read_layers:
             halves = [reinserted(half, leftovers) for half in (_apart(frame, views), x.values)]
             taps[layer] = torch.cat(halves, -1).unflatten(0, (-1, views))
         if layer in stages:
             score, count, gate = stages[layer]
-            context = _context(model, layer, layout, x)
+            context = _context(backbone, layer, layout, x)
             known = _finite_scores(x.values, context, score)
             after, matching = prune_within_views(x, context, plan, known, count, gate)
-            records.append(_record(layer, x.positions, matching))
+            records.append(stage_record(layer, x.positions, matching))
             leftovers.append(leftover(plan.reinsert, matching, x.values, after.values))
             x = after
     return PrunedScenes(taps, all_views, tuple(records), tuple(counts))
@@ -257,7 +261,7 @@ def _finite_scores(tokens: Tensor, context: ScoreContext, score: Score) -> Tenso
     return scores
 
 
-def _stage_scores(model: VGGT, plan: PrunePlan, scores: Sequence[Choice]) -> list[Score]:
+def _stage_scores(backbone: VGGTBackbone, plan: PrunePlan, scores: Sequence[Choice]) -> list[Score]:
     if len(scores) not in (1, len(plan.stages)):
         raise PullbackError(
             f"scores: expected one, or one for each of the {len(plan.stages)} stages, got {len(scores)}."
@@ -271,14 +275,14 @@ def _stage_scores(model: VGGT, plan: PrunePlan, scores: Sequence[Choice]) -> lis
             )
         ready.append(strided_score(plan.ratio) if choice == STRIDED else as_score(choice))
     for stage, score in zip(plan.stages, ready, strict=True):
-        if isinstance(score, HeadScore):
-            score.check("vggt", model.config.embed_dim, stage)
+        if isinstance(score, Checked):
+            score.check(backbone.family, backbone.dim, stage)
     return ready
 
 
-def _context(model: VGGT, layer: int, layout: TokenLayout, x: _Tokens) -> ScoreContext:
-    """What a score may know; there is no class token here, so none of the backbone's class attention either."""
-    return ScoreContext(cast(Backbone, model), layer, layout, x.positions, x.sizes, x.values, x.log_sizes)
+def _context(backbone: VGGTBackbone, layer: int, layout: TokenLayout, x: TokenState) -> ScoreContext:
+    """What a score may know; there is no class token here, so no class attention either."""
+    return ScoreContext(backbone, layer, layout, x.positions, x.sizes, x.values, x.log_sizes)
 
 
 def _running_sums(counts: Sequence[int]) -> list[int]:

@@ -79,8 +79,7 @@ def check_width(size: int, patch_size: int) -> None:
         raise ImageError(f"patch_size={patch_size!r}: expected a positive whole number of pixels, such as 14.")
     if not isinstance(size, int) or size < patch_size or size % patch_size:
         raise ImageError(
-            f"size={size!r}: expected a width of whole patches, a multiple of patch_size={patch_size} as an int, such "
-            f"as {37 * patch_size}."
+            f"size={size!r}: expected a multiple of patch_size={patch_size}, as an int, such as {37 * patch_size}."
         )
 
 
