@@ -200,10 +200,10 @@ def test_a_stopped_comparison_is_completed(place, monkeypatch):
 
 
 def test_a_diagnosis_is_still_shown(place):
-    from pullback.report.files import read_diagnosis, read_importance
     from rich.console import Console
 
     from pullback.report.console import diagnosis_summary
+    from pullback.runs.documents import read_diagnosis, read_importance
 
     document, arrays = read_diagnosis(Path("diagnosis")), read_importance(Path("diagnosis"))
     assert document["complete"] and [layer["layer"] for layer in document["layers"]] == [0, 1]
@@ -217,9 +217,8 @@ def test_a_diagnosis_is_still_shown(place):
 
 def test_a_diagnosis_is_still_drawn():
     pytest.importorskip("matplotlib", reason="matplotlib is not installed (the extra pullback[plot])")
-    from pullback.report.files import read_diagnosis, read_importance
-
     from pullback.report.figures import spectrum_png, tokens_png
+    from pullback.runs.documents import read_diagnosis, read_importance
 
     document, arrays = read_diagnosis(LEGACY / "diagnosis"), read_importance(LEGACY / "diagnosis")
     assert spectrum_png(document, dpi=40).startswith(b"\x89PNG")

@@ -207,7 +207,7 @@ def test_methods_and_other_options_are_passed_on(images, tmp_path, method):
     if method == "paper":
         assert errors == [None] * 6 and "have no estimation error" in run.result.output
     else:
-        assert min(errors) > 0 and image["kappa_se"] >= 1.9e-4 * image["kappa"], "the round-off of TF32"
+        assert min(errors) > 0 and image["kappa_se"] >= 2.9e-4 * image["kappa"], "the round-off of TF32"
         assert "have no estimation error" not in run.result.output
 
 
