@@ -119,6 +119,12 @@ def test_a_network_is_written_with_its_scores(place, tmp_path):
         assert text in result.output
 
 
+def test_a_network_may_start_at_a_constant_subspace(place, tmp_path):
+    result = spn(place, tmp_path / "run", "--constant-images", 3, "--steps", 1)
+    assert result.exit_code == 0, result.output
+    assert SpectralPullbackNetwork.from_pretrained(tmp_path / "run" / "model").config.tokens == 7
+
+
 @pytest.mark.parametrize("layer", [2, "hooks"])
 def test_a_network_for_a_dense_decoder(place, tmp_path, layer):
     options = ("--decoder", "depth-2x2", "--layer", layer, "--size", 28, "--limit", 4, "--steps", 2)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from helpers.progress import Heard
 from helpers.toys import head_task, normal, tiny_head
 from pullback.errors import PullbackError
 from pullback.learning.fit import FitConfig, Fitted, Share, fit
@@ -143,6 +144,39 @@ def test_half_a_line_in_the_log_is_written_again(uninterrupted, tmp_path):
         file.write('{"step": 9, "lo')
     run(tmp_path)
     assert (tmp_path / "metrics.jsonl").read_text("utf-8") == uninterrupted[2]
+
+
+def test_a_checkpoint_of_one_optimizer_by_its_old_name_goes_on(uninterrupted, tmp_path):
+    with pytest.raises(Stopped):
+        run(tmp_path, on_step=stop_after(6))
+    state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    (state["optimizer"],) = state.pop("optimizers")
+    torch.save(state, tmp_path / "checkpoint.pt")
+    assert same(weights(run(tmp_path)[0]), uninterrupted[0])
+
+
+def test_what_a_killed_run_left_unfinished_is_removed(tmp_path):
+    (tmp_path / ".checkpoint.pt.abc.tmp").write_bytes(b"half of it")
+    run(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint.pt", "metrics.jsonl"]
+
+
+def test_a_score_that_is_not_a_number_is_null_in_the_log(tmp_path):
+    class Partly(Scripted):
+        def validate(self, network):
+            return {**super().validate(network), "rho_patches": math.nan}
+
+    head = tiny_head()
+    fit(head, Partly(head, [0.0] * 4), CONFIG, out=tmp_path)
+    assert [line["rho_patches"] for line in lines(tmp_path)] == [None] * 4
+
+
+def test_progress_counts_the_steps_of_before_at_once(tmp_path):
+    with pytest.raises(Stopped):
+        run(tmp_path, on_step=stop_after(6))
+    heard = Heard()
+    run(tmp_path, progress=heard)
+    assert heard.totals == {"training": 11} and heard.counts == {"training": [6, 1, 1, 1, 1, 1]}
 
 
 def test_patience_that_was_used_up_before_the_stop_counts(tmp_path):

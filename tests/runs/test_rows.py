@@ -3,7 +3,7 @@
 import pytest
 
 from pullback.errors import PullbackError
-from pullback.runs.rows import Rows
+from pullback.runs.rows import Rows, finite
 
 
 def test_rows_come_back_in_the_order_in_which_they_were_added(tmp_path):
@@ -47,3 +47,8 @@ def test_rows_after_a_checkpoint_can_be_left_out(tmp_path):
     rows.add({"step": step} for step in range(5))
     rows.keep(lambda row: row["step"] <= 2)
     assert [row["step"] for row in rows.read()] == [0, 1, 2]
+
+
+def test_what_json_has_no_word_for_is_none():
+    assert finite(0.25) == 0.25
+    assert [finite(value) for value in (float("nan"), float("inf"), -float("inf"))] == [None] * 3
