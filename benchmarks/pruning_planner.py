@@ -57,6 +57,7 @@ def main() -> None:
     parser.add_argument("--flops", type=float, default=0.75)
     parser.add_argument("--latency", type=float, default=0.85)
     parser.add_argument("--degradation", type=float, default=0.5)
+    parser.add_argument("--rounds", type=int, default=20, help="of each timing")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()
@@ -69,7 +70,9 @@ def main() -> None:
         probe.load_images(folder, 224, limit=options.limit).to(device)
         for folder in (options.calibration, options.held_out)
     )
-    known, unseen = (Calibration(model, images, options.batch) for images in (calibration, held_out))
+    known, unseen = (
+        Calibration(model, images, options.batch, rounds=options.rounds) for images in (calibration, held_out)
+    )
     whole = known.whole_milliseconds()
     budgets = {
         "flops": options.flops,
@@ -78,7 +81,9 @@ def main() -> None:
     }
     rows = []
     for name, limit in budgets.items():
-        forecast = plan_pruning(model, networks, calibration, batch=options.batch, **{name: limit})
+        forecast = plan_pruning(
+            model, networks, calibration, batch=options.batch, rounds=options.rounds, **{name: limit}
+        )
         stages = forecast.plan.stages
         chosen = pb.prune(model, [networks[stage] for stage in stages], ratio=forecast.plan.ratio, stages=stages)
         expected, found = promised(forecast), measured(unseen, chosen)

@@ -20,10 +20,10 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 # PHOTOS, OTHERS, HEAD and MODEL stand for folders that `prepare` fills; OUT for the folder of the results.
 QUICK = {
-    "products": "--layers 10 --tangents 4 --quick",
+    "products": "--layers 10 --tangents 2 --quick",
     "accuracy": "--model tiny-scenes --images PHOTOS --layers 10 --limit 2",
     "cold_start": "--size small --images PHOTOS --limit 2 --device cpu --repeats 1",
-    "targets": "--cases small:10 --images 1 --methods krylov",
+    "targets": "--cases tiny-scenes:10 --images 1 --methods krylov",
     "scenes": "--batch 4 --rounds 2",
     "heads": "--layer 10 --train PHOTOS --held-out OTHERS --size 112 --width 32 --exact-steps 4 --block 8 "
     "--steps-per-block 2 --batch 4 --validate-every 4 --precision float32",
@@ -32,7 +32,8 @@ QUICK = {
     "spn": "--train PHOTOS --held-out OTHERS --size 112 --rank 4 --width 32 --steps 4 --batch 2 --constant-images 4 "
     "--precision float32",
     "pruning_choices": "--model MODEL --images PHOTOS --heads 6=HEAD --limit 2 --ratios 0.5",
-    "pruning_planner": "--model MODEL --heads 6=HEAD --calibration PHOTOS --held-out OTHERS --limit 2 --batch 2",
+    "pruning_planner": "--model MODEL --heads 6=HEAD --calibration PHOTOS --held-out OTHERS --limit 2 --batch 2 "
+    "--rounds 1",
     "pruning_precision": "--model MODEL --images PHOTOS --head HEAD --stage 6 --limit 2 --batch 2",
     "pruning_schedules": "--images PHOTOS --limit 2 --batch 2 --score norm --ratios 0.3",
     "pruning_speed": "--device cpu --size small --cases 224:1 --no-compile --rounds 1",
@@ -65,6 +66,7 @@ def prepare(folder: Path) -> dict[str, str]:
     """Draw pictures and write a DINOv2-S and a head with random weights."""
     from measure import random_dinov2
     from PIL import Image
+    from transformers.utils.logging import disable_progress_bar
 
     import pullback as pb
     from pullback.scenes import render
@@ -74,6 +76,7 @@ def prepare(folder: Path) -> dict[str, str]:
         for seed, picture in zip(seeds, render(seeds, size=256).rgb[:, 0], strict=True):
             pixels = (255 * picture).byte().permute(1, 2, 0).numpy()
             Image.fromarray(pixels).save(folder / name / f"{seed:03d}.png")
+    disable_progress_bar()
     model = random_dinov2("small")
     model.save_pretrained(folder / "model")
     pb.ImportanceHead(model.config.hidden_size, 32).save_pretrained(folder / "head")
