@@ -120,7 +120,7 @@ def test_a_scene_that_cannot_be_read_is_skipped_and_named(command, tmp_path):
 
 def test_a_size_that_fits_no_scene_is_an_error_about_the_size(command):
     run = command("--size", "30")
-    assert run.exit_code == 2 and "error: size=30: expected a width of whole patches" in run.output
+    assert run.exit_code == 2 and "error: size=30: expected a multiple of patch_size=14" in run.output
     assert "skipped" not in run.output
 
 

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from families import images_for, model_of, random_normal
 
 import pullback as pb
+from helpers.families import images_for, model_of, random_normal
 from pullback.operators import DenseOperator, JacobianOperator
 from pullback.operators.execution import PRECISIONS, ROUND_OFF, round_off_of
 

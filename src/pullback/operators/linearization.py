@@ -96,7 +96,9 @@ def for_each_tangent(product: Callable[..., tuple[Tensor, ...]], *stacks: Tensor
 
     (vmap itself can put the axis of an output that does not depend on its input, a zero derivative, only in front.)
     """
-    with differentiable_attention(), torch.no_grad():
+    # torch 2.11 cannot batch forward mode in inference mode, nor over tensors that were made in it
+    with differentiable_attention(), torch.inference_mode(False), torch.no_grad():
+        stacks = tuple(stack.clone() if stack.is_inference() else stack for stack in stacks)
         out = torch.func.vmap(product, in_dims=1, out_dims=0, randomness="error")(*stacks)
     return tuple(part.movedim(0, 1) for part in out)
 

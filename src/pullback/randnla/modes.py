@@ -147,7 +147,7 @@ def sketch(
     check_rank(op, rank)
     if rtol is not None and rtol < 2 * op.round_off:
         raise PullbackError(
-            f"rtol: expected at least {2 * op.round_off:.0e}, since products in this precision leave a relative error "
+            f"rtol: expected at least {2 * op.round_off:.1e}, since products in this precision leave a relative error "
             f"of {op.round_off:.0e}, got {rtol:g}. Raise it, or choose a higher precision."
         )
     sampled = (num_probes or 32) + (2 * lanczos_steps * slq_probes if with_effective_rank else 0)
