@@ -7,7 +7,7 @@
 J is taken at the same features by the same code, so only the arithmetic of the products differs. "within 2 se" is the
 share of numbers whose truth lies in value ± 2 se (95 % are promised, 90 % demanded), "error / se" the median of
 |error| / se: far below 0.7 the bars are wider than they need to be. With the method "exact" the error is round-off
-alone, and "needed" is the smallest floor (`operators.precision.ROUND_OFF`) that would have covered 90 %.
+alone, and "needed" is the smallest floor (`operators.execution.ROUND_OFF`) that would have covered 90 %.
 
 On a CPU, bf16 is real and TF32 is emulated: wherever TF32 is allowed, the factors of matrix products and convolutions
 are rounded to its 10 bits of mantissa.
@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -146,14 +145,6 @@ def print_table(rows: list[dict[str, Any]]) -> None:
         )
 
 
-def _commit() -> str | None:
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=20).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
@@ -184,7 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows += measure(probe, features, rank=args.rank, method=args.method, precisions=args.precisions)
     print_table(rows)
     settings = {
-        "commit": args.commit or _commit(),
+        **({"commit": args.commit} if args.commit else {}),
         "model": Path(args.model).name,
         "decoder": args.decoder,
         "images": "random pixels" if args.images is None else Path(args.images).name,

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
 import json
-import platform
 import statistics
 import tempfile
 import time
@@ -16,6 +14,7 @@ import torch
 from torch import nn
 
 import pullback as pb
+from pullback.runs.provenance import provenance
 
 RESULTS = Path(__file__).parent / "results"
 _CPU = 0  # in the profiler's traces
@@ -82,23 +81,17 @@ def _peak_of_cpu(call: Callable[[], Any]) -> float:
     return max(0, *(event["args"]["Total Allocated"] - before for event in changes)) / 1e9
 
 
-def machine(device: torch.device) -> dict[str, str]:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
+def machine(device: torch.device) -> dict[str, str | None]:
+    """What a result file says about its origin."""
+    found = provenance(device)
     return {
-        "device": name,
-        "threads": str(torch.get_num_threads()),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "date": datetime.date.today().isoformat(),
+        "device": found["machine"],
+        "threads": str(found["threads"]),
+        "torch": found["versions"]["torch"],
+        "python": found["versions"]["python"],
+        "date": found["date"][:10],
+        "commit": found["commit"],
     }
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 def save(name: str, content: dict[str, Any], folder: Path | None = None) -> Path:

@@ -149,6 +149,46 @@ TITLES = [
 ]
 
 
+def coverage() -> str:
+    """How often the truth lies within two printed errors, by layer and precision."""
+    names, rows, held = ("coverage_cuda.json", "coverage_cpu.json"), [], []
+    for name in names:
+        document = read(name)
+        for layer, precision in dict.fromkeys((row["layer"], row["precision"]) for row in document["rows"]):
+            found = [row for row in document["rows"] if (row["layer"], row["precision"]) == (layer, precision)]
+            (blocks,) = [row for row in found if row["quantity"] == "block norms"]
+            whole = [row for row in found if row["quantity"] != "block norms"]
+            share = sum(row["within_2_se"] * row["count"] for row in whole) / sum(row["count"] for row in whole)
+            held += [blocks["within_2_se"], share]
+            emulated = " (emulated)" if precision == "tf32" and document["tf32"] == "emulated" else ""
+            rows.append(
+                [
+                    f"{name.removeprefix('coverage_').removesuffix('.json')}, L{layer:02d}",
+                    precision + emulated,
+                    f"{blocks['within_2_se']:.1%} of {blocks['count']:,}",
+                    f"{blocks['median_error_over_se']:.2f}",
+                    f"{share:.1%}",
+                ]
+            )
+    header = [
+        "",
+        "products in",
+        "block norms within two errors",
+        "median error / printed error",
+        "numbers about all of J",
+    ]
+    return joined(
+        table(header, rows),
+        source(*names),
+        [
+            said(
+                min(held) >= 0.9,
+                "In every precision at least nine numbers in ten lie within two printed errors.",
+            )
+        ],
+    )
+
+
 def products_cuda() -> str:
     rows = []
     for case in read("products_base_cuda.json")["cases"]:
@@ -298,6 +338,7 @@ BLOCKS = {
     "cold-start": cold_start,
     "accuracy": accuracy,
     "accuracy-cpu": accuracy_again,
+    "coverage": coverage,
     "products-cuda": products_cuda,
     "products-precision": products_precision,
     "products-cpu": products_cpu,
