@@ -15,9 +15,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+WORKERS = 2  # scripts at a time: short runs measure nothing, so they may disturb one another
 # PHOTOS, OTHERS, HEAD and MODEL stand for folders that `prepare` fills; OUT for the folder of the results.
 QUICK = {
     "products": "--layers 10 --tangents 2 --quick",
@@ -90,24 +92,34 @@ def main() -> None:
         raise SystemExit(f"no benchmark {unknown[0]!r}; there are {', '.join(QUICK)}")
     begun = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        places = prepare(Path(folder))
-        for number, name in enumerate(chosen, start=1):
-            words = QUICK[name].split()
-            if "OUT/training.png" not in words:
-                words += ["--out", "OUT"]
-            places["OUT"] = str(Path(folder) / "results")
-            os.makedirs(places["OUT"], exist_ok=True)
-            command = [str(HERE / f"{name}.py"), *(filled(word, places) for word in words)]
-            started = time.perf_counter()
-            done = subprocess.run([sys.executable, *command], capture_output=True, text=True)
-            spent = time.perf_counter() - started
-            print(f"[bench {number}/{len(chosen)}] {name}.py {QUICK[name]}: {spent:.0f} s", flush=True)
-            if done.returncode != 0:
-                raise SystemExit(f"{done.stdout}{done.stderr}\n{name}.py failed with exit code {done.returncode}")
+        places = prepare(Path(folder)) | {"OUT": f"{folder}/results"}
+        (Path(folder) / "results").mkdir()
+        with ThreadPoolExecutor(WORKERS) as pool:
+            failed = [
+                name
+                for name, works in zip(chosen, pool.map(lambda n: run(n, places), chosen), strict=True)
+                if not works
+            ]
+    if failed:
+        raise SystemExit(f"[bench] failed: {', '.join(failed)}")
     print(f"[bench] all of it works, {time.perf_counter() - begun:.0f} s. With weights, pictures or a GPU:")
     for name in chosen:
         if name in FULL:
             print(f"  python benchmarks/{name}.py {FULL[name]}")
+
+
+def run(name: str, places: dict[str, str]) -> bool:
+    """Run one script with one thread, say how long it took, and show what it printed if it failed."""
+    words = QUICK[name].split()
+    if "OUT/training.png" not in words:
+        words += ["--out", "OUT"]
+    command = [sys.executable, str(HERE / f"{name}.py"), *(filled(word, places) for word in words)]
+    begun = time.perf_counter()
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    print(f"[bench] {time.perf_counter() - begun:4.0f} s  {name}.py {QUICK[name]}", flush=True)
+    if done.returncode != 0:
+        print(f"{done.stdout}{done.stderr}\n{name}.py failed with exit code {done.returncode}", flush=True)
+    return done.returncode == 0
 
 
 def filled(word: str, places: dict[str, str]) -> str:

@@ -6,6 +6,7 @@ from .common import RESULTS, UNCOMMITTED, digits, facts, joined, pm, power, read
 from .geometry import EXACT
 from .learning import CLS, DROPOUT, REFINED, rho
 from .pruning import HEADS, cls_file, rules
+from .vggt import VIEWS
 
 MARK = "†"
 
@@ -35,8 +36,8 @@ def geometry_rows() -> list[list[str]]:
         [
             f"κ(20) of the class token, L{last['layer']}",
             f"{pm(last['kappa'], 1, 100)} %",
-            f"{last['seconds']:.1f} s for {last['num_images']} images",
-            "DINOv2-S, H200, float32",
+            "",
+            f"DINOv2-S, {last['num_images']} images, H200, float32, {last['seconds']:.1f} s",
         ],
         [
             "error of κ(20) with 50 pairs of products, L2",
@@ -125,18 +126,23 @@ def pruning_rows() -> list[list[str]]:
 
 
 def vggt_rows() -> list[list[str]]:
-    name = "vggt_pruning_full_32views_518px_parts_cuda.json"
-    document = read(name)
-    found = {(row["rule"], row["ratio"]): row for row in document["rows"]}
+    small, large = read(VIEWS), read("vggt_pruning_full_32views_518px_parts_cuda.json")
+    turned = {row["rule"]: row["rotation change deg"] for row in small["rows"] if row["ratio"] == 0.5}
+    speed = {row["rule"]: row["speedup"] for row in large["rows"] if row["ratio"] == 0.5}
+    own = small["unpruned"]["rotation error deg"]
     return [
         [
-            f"VGGT, {document['timed'][1]} views of {document['timed'][-1]} px, half of the tokens gone",
-            f"{found['random, global', 0.5]['speedup']:.2f}× (`global`), {found['random, view', 0.5]['speedup']:.2f}× "
-            "(`view`)",
-            f"strided merging: {found['strided merging, global', 0.5]['speedup']:.2f}×, "
-            f"{found['strided merging, view', 0.5]['speedup']:.2f}×",
-            "full size, random weights, H200, bf16",
-        ]
+            "VGGT with half of the tokens gone around global attention: cameras turn by",
+            f"{pm(turned['random, global'], 2)}°",
+            f"{pm(turned['strided merging, global'], 2)}°, strided merging; own error {own['mean']:.2f}°",
+            f"`tiny-views`, {small['scenes']} unseen scenes of {small['timed'][1]} views",
+        ],
+        [
+            "speed of the same, and within views",
+            f"{speed['random, global']:.2f}×, {speed['random, view']:.2f}×",
+            f"{speed['strided merging, global']:.2f}×, {speed['strided merging, view']:.2f}×, strided merging",
+            f"VGGT of full size, random weights, {large['timed'][1]} views of {large['timed'][-1]} px, H200, bf16",
+        ],
     ]
 
 
