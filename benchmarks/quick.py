@@ -24,6 +24,7 @@ WORKERS = 2  # scripts at a time: short runs measure nothing, so they may distur
 QUICK = {
     "products": "--layers 10 --tangents 2 --quick",
     "accuracy": "--model tiny-scenes --images PHOTOS --layers 10 --limit 2",
+    "coverage": "--model tiny-scenes --images PHOTOS --layers 10 --limit 1 --size 56 --rank 10",
     "cold_start": "--size small --images PHOTOS --limit 2 --device cpu --repeats 1",
     "targets": "--cases tiny-scenes:10 --images 1 --methods krylov",
     "scenes": "--batch 4 --rounds 2",
@@ -48,6 +49,7 @@ QUICK = {
 FULL = {
     "products": "--size base --device cuda --precision tf32",
     "accuracy": "--model facebook/dinov2-small --images photos/ --limit 50 --seeds 3 --device cuda",
+    "coverage": "--model facebook/dinov2-small --images photos/ --device cuda",
     "cold_start": "--images photos/ --limit 50 --device cuda",
     "targets": "--device cuda --precision tf32 float32",
     "layer_heads": "--model facebook/dinov2-small --train train/ --held-out others/ --device cuda --work runs/heads",

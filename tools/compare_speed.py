@@ -62,7 +62,7 @@ def jobs(device: str, size: str) -> dict[str, Any]:
     for name, score in (("head", head), ("evit", "evit")):
         pruned = pb.prune(model, score, ratio=0.5, stages=[3])
         found[f"pruned forward by {name}"] = lambda pruned=pruned: _without_gradients(pruned, many)
-    views = torch.rand(1, 4, 3, 126, 126, device=device)
+    views = torch.rand(1, 4, 3, 128, 128, device=device)
     scene_probe = pb.load_probe("tiny-views", "camera", device=device)
     scene = pb.JacobianOperator(scene_probe, scene_probe.features(views))
     outputs = torch.randn(1, scene.rows, 9, device=device)
