@@ -1,36 +1,20 @@
-"""Fill the reference pages while mkdocs builds: the public names of the package, and the commands with their options.
+"""Fill the reference page of the command line while mkdocs builds: every command with its options, as the app has them.
 
-Both lists come from the package itself, so a name or an option that is added, moved or renamed needs no edit here.
+The pages of the Python names are filled by mkdocstrings; a test keeps every public name on one of them.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import Any
 
 import typer
 
-import pullback
 from pullback.cli import app
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Replace the two markers; mkdocs calls this for every page."""
-    return markdown.replace("<!-- public names -->", public_names()).replace("<!-- commands -->", commands())
-
-
-def public_names() -> str:
-    """One section per room, each public name as a directive for mkdocstrings."""
-    rooms: dict[str, list[str]] = defaultdict(list)
-    for name in pullback.__all__:
-        value = getattr(pullback, name)
-        module = getattr(value, "__module__", None)
-        if module is not None and module.startswith("pullback"):
-            rooms[module.split(".")[1]].append(f"::: {module}.{value.__qualname__}")
-    parts = []
-    for room in sorted(rooms):
-        parts += [f"## {room}", *sorted(rooms[room])]
-    return "\n\n".join(parts)
+    """Replace the marker; mkdocs calls this for every page."""
+    return markdown.replace("<!-- commands -->", commands())
 
 
 def commands() -> str:
@@ -41,8 +25,7 @@ def commands() -> str:
 
 
 def section(name: str, command: Any) -> list[str]:
-    """A heading, what the command does, and a table of its arguments and options; sections of its subcommands "
-    "follow."""
+    """A heading, what the command does, and a table of its arguments and options; then the same of its subcommands."""
     parts = [f"## {name}", cell(command.help or "")]
     rows = [row for parameter in command.params if (row := option(parameter)) is not None]
     if rows:
