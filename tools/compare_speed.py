@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,8 @@ def work(device: str, size: str) -> None:
     for job in known.values():
         for _ in range(4):  # kernels are chosen, graphs recorded
             job()
-    print(json.dumps(list(known)), flush=True)
+    name = torch.cuda.get_device_name() if device == "cuda" else platform.processor()
+    print(json.dumps({"jobs": list(known), "machine": name, "torch": torch.__version__}), flush=True)
     for line in sys.stdin:
         job = known[line.strip()]
         synchronize()
@@ -118,7 +120,8 @@ class Worker:
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment(checkout)
         )
-        self.jobs: list[str] = json.loads(self._line())
+        self.facts: dict[str, Any] = json.loads(self._line())
+        self.jobs: list[str] = self.facts.pop("jobs")
 
     def milliseconds(self, job: str) -> float:
         assert self.process.stdin is not None
@@ -136,6 +139,15 @@ class Worker:
 def environment(checkout: Path) -> dict[str, str]:
     extra = os.environ.get("PYTHONPATH", "")
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(checkout.resolve() / "src"), extra]))}
+
+
+def commit(checkout: Path) -> str | None:
+    """The commit of a checkout, None without git."""
+    command = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def cold(checkout: Path, arguments: list[str]) -> float:
@@ -180,7 +192,13 @@ def main() -> None:
         verdict = "" if ratio <= limit else "  SLOWER"
         print(f"{name:28} {rows[-1]['old_ms']:9.2f} ms {rows[-1]['new_ms']:9.2f} ms  {ratio:5.3f}{verdict}")
     if options.out is not None:
-        document = {"device": options.device, "size": options.size, "machine": platform.processor(), "rows": rows}
+        document = {
+            **new.facts,
+            "date": date.today().isoformat(),
+            "old": commit(options.old),
+            "new": commit(options.new),
+        }
+        document |= {"device": options.device, "size": options.size, "rows": rows}
         options.out.write_text(json.dumps(document, indent=1) + "\n")
     sys.exit(any(row["ratio"] > row["limit"] for row in rows))
 
