@@ -1,5 +1,7 @@
 """The contract of a backbone: sizes, layers, embeddings, and images that do not fit."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -24,6 +26,19 @@ def test_sizes_are_those_of_the_model(name):
     layout = backbone.token_layout(images_for(name, (2, 3)))
     assert layout == TokenLayout(backbone.prefix, (2, 3))
     assert backbone.embed(images_for(name, (2, 3))).shape == (2, layout.tokens, 24)
+
+
+def test_a_backbone_is_written_in_one_line_without_its_weights():
+    written = repr(load_backbone(model_of("dinov2-registers")))
+    assert written.startswith("Backbone(name='Dinov2WithRegistersModel', family='dinov2-registers', prefix=3, patch")
+    assert "\n" not in written and "tensor" not in written
+
+
+@pytest.mark.parametrize("wrong", [{"prefix": 0}, {"embed_pixels": lambda images: images.flatten(2)}])
+def test_an_adapter_whose_tokens_do_not_fit_its_layout_is_refused(wrong):
+    backbone, images = replace(load_backbone(model_of("dinov2")), **wrong), images_for("dinov2", (2, 3))
+    with pytest.raises(ModelError, match=r"model: embed_pixels of .* returned \[2, .*expected \[B, .*prefix tokens"):
+        backbone.features(images, [0])
 
 
 @pytest.mark.parametrize("name", SMALL_MODELS)

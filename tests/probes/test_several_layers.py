@@ -126,7 +126,8 @@ def test_a_linear_decoder_of_several_layers_keeps_those_below_out_of_the_product
 
 def test_a_decoder_of_layers_that_the_backbone_does_not_have_is_refused():
     backbone = pb.load_probe(model_of("dinov2"), "cls", 0).backbone
-    with pytest.raises(pb.PullbackError, match=r"layer: expected a block index from 0 to 2 .* got 7"):
+    message = r"decoder: 'far' reads a layer that is not there. layer: expected a block index from 0 to 2 .* got 7"
+    with pytest.raises(DecoderError, match=message):
         ProbeMap(backbone, Decoder("far", (1, 7), lambda taps, layout: taps[0]), 0)
 
 

@@ -66,12 +66,12 @@ class AnyBackbone(ABC):
 
     name: str
     family: str
-    model: nn.Module
-    norm: TokenMap
+    model: nn.Module = field(repr=False)  # these three hold all weights, which nobody wants to read
+    norm: TokenMap = field(repr=False)
     prefix: int
     patch_size: int
     preprocessing: Preprocessing
-    blocks: tuple[Block, ...] = ()
+    blocks: tuple[Block, ...] = field(default=(), repr=False)
     hook_layers: tuple[int, ...] = ()
 
     # What a network must say
@@ -202,7 +202,7 @@ class Backbone(AnyBackbone):
     decoder reads the hook layers after the final norm.
     """
 
-    norm: Norm
+    norm: Norm = field(repr=False)
     embed_pixels: Callable[[Tensor], Tensor] = field(repr=False)
     rope_tables: Callable[[TokenLayout], Rope] | None = field(default=None, repr=False)
     hooks_normed: bool = True
@@ -238,8 +238,15 @@ class Backbone(AnyBackbone):
 
     def embed(self, images: Tensor) -> Tensor:
         """[B, 3, H, W] -> the tokens that enter block 0, [B, N, D]."""
-        self.token_layout(images)
-        return self.embed_pixels(images.to(device=self.device, dtype=self.dtype))
+        expected = (self.token_layout(images).tokens, self.dim)
+        tokens = self.embed_pixels(images.to(device=self.device, dtype=self.dtype))
+        if tokens.shape[1:] != expected:  # the number of images stays a variable where this is exported
+            raise ModelError(
+                f"model: embed_pixels of {self.name} returned {list(tokens.shape)} for images {list(images.shape)}, "
+                f"expected [B, {expected[0]}, {expected[1]}]: {self.prefix} prefix tokens, one for each patch of "
+                f"{self.patch_size} pixels, and the width of the final norm. Correct the adapter of its family."
+            )
+        return tokens
 
     def rope(self, layout: TokenLayout) -> Rope | None:
         """The rotary tables of a layout, None for families without."""

@@ -21,7 +21,7 @@ from pullback.backbones import AnyBackbone, LinearizedBlock, Norm, State, unchan
 from pullback.backbones.backbone import Size
 from pullback.data.images import ImageBatch, ImageSource, PixelFormat
 from pullback.decoders import Decoder, OutputMetric, TaskDistance, check_metric, factor_at
-from pullback.errors import DecoderError, ShapeError
+from pullback.errors import DecoderError, ModelError, ShapeError
 from pullback.operators import Linearization
 from pullback.probes.linearization import DecoderTail, ProbeLinearization, Tap, WeightedLinearization
 from pullback.tokens import Features, TokenLayout
@@ -60,7 +60,10 @@ class ProbeMap:
         if self.at != INPUTS:
             self.backbone.check_layer(self.at)
         for layer in self.decoder.layers:
-            self.backbone.check_layer(layer)
+            try:
+                self.backbone.check_layer(layer)
+            except ModelError as error:  # which speaks of a layer, but not of the one that was asked for
+                raise DecoderError(f"decoder: {self.decoder.name!r} reads a layer that is not there. {error}") from None
         if self._layer is not None and not self._following:
             raise DecoderError(
                 f"layer: nothing that decoder {self.decoder.name!r} reads (layers {list(self.decoder.layers)}) follows "
