@@ -1,5 +1,6 @@
 """The contract of a backbone: sizes, layers, embeddings, and images that do not fit."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -74,10 +75,11 @@ def test_depth_anything_reads_the_outputs_of_blocks():
     assert not load_backbone(model_of("depth-raw-hooks")).hooks_normed
 
 
-@pytest.mark.parametrize("size", [(28, 30), (27, 28), (5, 5)])
-def test_an_image_size_that_the_patches_do_not_divide_is_refused(size):
+@pytest.mark.parametrize(("size", "fits"), [((28, 30), (28, 28)), ((27, 44), (28, 42)), ((5, 5), (14, 14))])
+def test_an_image_size_that_the_patches_do_not_divide_is_refused(size, fits):
     backbone = load_backbone(model_of("dinov2"))
-    message = rf"images: {size[0]}x{size[1]} pixels are not divisible by the patch size 14 of Dinov2Model\. Use \d+x\d+"
+    message = f"images: {size[0]}x{size[1]} pixels are not divisible by the patch size 14 of Dinov2Model. Use "
+    message = re.escape(f"{message}{fits[0]}x{fits[1]}, for instance load_images(..., size={fits}).")
     for use in (backbone.embed, lambda images: backbone.features(images, [0])):
         with pytest.raises(ImageError, match=message):
             use(torch.zeros(1, 3, *size))

@@ -232,7 +232,7 @@ class Backbone(AnyBackbone):
             fits = [max(1, round(side / self.patch_size)) * self.patch_size for side in (height, width)]
             raise ImageError(
                 f"images: {height}x{width} pixels are not divisible by the patch size {self.patch_size} of "
-                f"{self.name}. Use {fits[0]}x{fits[1]}, for instance load_images(..., size={fits[0]})."
+                f"{self.name}. Use {fits[0]}x{fits[1]}, for instance load_images(..., size=({fits[0]}, {fits[1]}))."
             )
         return TokenLayout(self.prefix, (height // self.patch_size, width // self.patch_size))
 
