@@ -26,3 +26,4 @@ def test_a_score_a_decoder_and_a_backbone_can_be_added_as_described(capsys):
     printed = capsys.readouterr().out.split()
     assert printed[:3] == ["True", "True", "True"]
     assert 0 < float(printed[3]) <= 1
+    assert printed[4:] == ["True"]

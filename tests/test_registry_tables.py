@@ -1,5 +1,6 @@
 """The tables of names: complete, readable without torch, and open to others."""
 
+import copy
 import subprocess
 import sys
 
@@ -13,7 +14,7 @@ from pullback import registry
 from pullback.backbones import Backbone, load_backbone
 from pullback.decoders import Decoder, build_decoder
 from pullback.errors import DecoderError, ModelError, PullbackError
-from pullback.registry import BACKBONES, DECODERS, BackboneEntry, DecoderEntry
+from pullback.registry import BACKBONES, DECODERS, BackboneEntry, DecoderEntry, ScoreEntry
 
 
 @pytest.fixture
@@ -129,3 +130,56 @@ def test_a_backbone_of_ones_own_is_found_by_module_and_by_name(tables):
         torch.testing.assert_close(probe(probe.features(images)), known(known.features(images)))
     assert asked == [("stranger-1", torch.device("cpu"), torch.float64)]
     assert ("stranger", "stranger", "cls, mean", "stranger-1") in registry.list_models()
+
+
+def test_what_a_family_loads_is_brought_to_device_and_dtype_frozen_and_in_evaluation_mode(tables):
+    def adapt(module, name):
+        from pullback.backbones.families import dinov2
+
+        return dinov2(module, name, "stranger")
+
+    def load(name, device, dtype):
+        return copy.deepcopy(model_of("dinov2")).double().train()
+
+    registry.register_backbone(BackboneEntry("stranger", (), adapt, ("cls",), "x", load=load, names="stranger"))
+    backbone = load_backbone("stranger", device="cpu", dtype=torch.float32)
+    assert backbone.dtype == torch.float32 and not backbone.model.training
+    assert not any(parameter.requires_grad for parameter in backbone.parameters())
+
+
+def test_an_adapter_that_returns_something_else_is_named(tables):
+    registry.register_backbone(BackboneEntry("stranger", ("stranger",), lambda module, name: module, ("cls",), "x"))
+    message = r"model: the adapter of 'stranger' in the registry returned a Configured, expected a pullback\.Backbone"
+    with pytest.raises(ModelError, match=message):
+        load_backbone(Configured().eval())
+
+
+def test_a_module_without_a_model_type_is_refused_with_the_way_to_add_one():
+    with pytest.raises(ModelError, match=r"got Linear, which has no config .* config\.model_type .*register_backbone"):
+        load_backbone(nn.Linear(2, 2))
+
+
+def test_a_function_that_builds_no_decoder_is_named(tables):
+    registry.register_decoder(DecoderEntry("bare", lambda backbone: lambda tokens: tokens[:, 0], "a function"))
+    message = r"decoder: the function of 'bare' in the registry returned a function, expected a pullback\.Decoder"
+    with pytest.raises(DecoderError, match=message):
+        build_decoder("bare", load_backbone(model_of("dinov2")))
+
+
+@pytest.mark.parametrize("layers", [2, (), [0, 1]])
+def test_the_layers_of_a_decoder_are_a_tuple(layers):
+    with pytest.raises(DecoderError, match=r"layers: expected a tuple of block indices, such as \(11,\), for .*'mine'"):
+        Decoder("mine", layers, lambda taps, layout: taps[0])
+
+
+def test_an_entry_with_a_mistake_in_it_is_refused_when_it_is_made():
+    with pytest.raises(PullbackError, match=r"'mine': model_types: expected a tuple of names, \('my_vit',\), got"):
+        BackboneEntry("mine", "my_vit", "my.models:adapt", ("cls",), "me/my-vit")
+    with pytest.raises(PullbackError, match=r"'mine': decoders: expected a tuple of names, \('cls',\), got 'cls'"):
+        BackboneEntry("mine", ("my_vit",), "my.models:adapt", "cls", "me/my-vit")
+    with pytest.raises(PullbackError, match=r"'mine': names: expected a regular expression, got '\*'"):
+        BackboneEntry("mine", ("my_vit",), "my.models:adapt", ("cls",), "me/my-vit", names="*")
+    with pytest.raises(PullbackError, match=r"'mine-N': pattern: expected a regular expression, got 'mine-\(' \("):
+        DecoderEntry("mine-N", "my.heads:build", "x", pattern="mine-(")
+    with pytest.raises(PullbackError, match=r"'mine': needs: expected one of '', 'head', 'spn', 'probe', got 'heads'"):
+        ScoreEntry("mine", "my.scores:score", "x", needs="heads")

@@ -20,6 +20,8 @@ from pullback.errors import PullbackError
 Code = str | Callable[..., Any]
 """Code, or where it is: "package.module:name"."""
 GROUP = "pullback"
+NEEDS = ("", "head", "spn", "probe")
+"""What a score may need besides the tokens."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +29,13 @@ class BackboneEntry:
     """A family of models.
 
     ``model_types``: names in config.json. ``adapt``: (module, name) -> a backbone (`backbones.AnyBackbone`).
-    ``decoders``: names of the decoders that fit. ``loader``: transformers' class for checkpoints that we do not read
-    ourselves. ``load``: (name, device, dtype) -> module, for families that transformers does not have. ``names``: a
-    regular expression of files and hub ids that belong to this family although no config.json says so. ``may_lack``:
-    parameters that published checkpoints leave out and that no decoder reads unless they are there. ``views``: samples
-    are several views of a scene, not single images.
+    ``decoders``: names of the decoders that fit, for `pullback ls`; others are not refused because of it. ``example``:
+    a model to try, for `pullback ls`. ``loader``: transformers' class for checkpoints that we do not read ourselves.
+    ``load``: (name, device, dtype) -> module, for families that transformers does not have; ``name`` is the folder or
+    hub id as the user wrote it, and the module is frozen and put into evaluation mode afterwards. ``names``: a regular
+    expression of files and hub ids that belong to this family although no config.json says so. ``may_lack``: parameters
+    that published checkpoints leave out and that no decoder reads unless they are there. ``views``: samples are several
+    views of a scene, not single images.
     """
 
     name: str
@@ -44,6 +48,11 @@ class BackboneEntry:
     names: str = ""
     may_lack: tuple[str, ...] = ()
     views: bool = False
+
+    def __post_init__(self) -> None:
+        for field in ("model_types", "decoders", "may_lack"):
+            _check_names(self.name, field, getattr(self, field))
+        _check_pattern(self.name, "names", self.names)
 
 
 @dataclass(frozen=True)
@@ -63,6 +72,10 @@ class DecoderEntry:
     family: str | None = None
     options: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        _check_names(self.name, "options", self.options)
+        _check_pattern(self.name, "pattern", self.pattern)
+
     def match(self, choice: str) -> re.Match[str] | None:
         return re.fullmatch(self.pattern or re.escape(self.name), choice)
 
@@ -79,6 +92,26 @@ class ScoreEntry:
     score: Code
     help: str
     needs: str = ""
+
+    def __post_init__(self) -> None:
+        if self.needs not in NEEDS:
+            raise PullbackError(
+                f"registry: {self.name!r}: needs: expected one of {', '.join(map(repr, NEEDS))}, got {self.needs!r}."
+            )
+
+
+def _check_names(entry: str, field: str, names: object) -> None:
+    if isinstance(names, str):  # whose letters would be taken for names
+        raise PullbackError(f"registry: {entry!r}: {field}: expected a tuple of names, ({names!r},), got {names!r}.")
+
+
+def _check_pattern(entry: str, field: str, pattern: str) -> None:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise PullbackError(
+            f"registry: {entry!r}: {field}: expected a regular expression, got {pattern!r} ({error})."
+        ) from None
 
 
 _FAMILIES = "pullback.backbones.families"

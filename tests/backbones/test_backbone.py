@@ -1,5 +1,8 @@
 """The contract of a backbone: sizes, layers, embeddings, and images that do not fit."""
 
+import re
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -24,6 +27,19 @@ def test_sizes_are_those_of_the_model(name):
     layout = backbone.token_layout(images_for(name, (2, 3)))
     assert layout == TokenLayout(backbone.prefix, (2, 3))
     assert backbone.embed(images_for(name, (2, 3))).shape == (2, layout.tokens, 24)
+
+
+def test_a_backbone_is_written_in_one_line_without_its_weights():
+    written = repr(load_backbone(model_of("dinov2-registers")))
+    assert written.startswith("Backbone(name='Dinov2WithRegistersModel', family='dinov2-registers', prefix=3, patch")
+    assert "\n" not in written and "tensor" not in written
+
+
+@pytest.mark.parametrize("wrong", [{"prefix": 0}, {"embed_pixels": lambda images: images.flatten(2)}])
+def test_an_adapter_whose_tokens_do_not_fit_its_layout_is_refused(wrong):
+    backbone, images = replace(load_backbone(model_of("dinov2")), **wrong), images_for("dinov2", (2, 3))
+    with pytest.raises(ModelError, match=r"model: embed_pixels of .* returned \[2, .*expected \[B, .*prefix tokens"):
+        backbone.features(images, [0])
 
 
 @pytest.mark.parametrize("name", SMALL_MODELS)
@@ -59,10 +75,11 @@ def test_depth_anything_reads_the_outputs_of_blocks():
     assert not load_backbone(model_of("depth-raw-hooks")).hooks_normed
 
 
-@pytest.mark.parametrize("size", [(28, 30), (27, 28), (5, 5)])
-def test_an_image_size_that_the_patches_do_not_divide_is_refused(size):
+@pytest.mark.parametrize(("size", "fits"), [((28, 30), (28, 28)), ((27, 44), (28, 42)), ((5, 5), (14, 14))])
+def test_an_image_size_that_the_patches_do_not_divide_is_refused(size, fits):
     backbone = load_backbone(model_of("dinov2"))
-    message = rf"images: {size[0]}x{size[1]} pixels are not divisible by the patch size 14 of Dinov2Model\. Use \d+x\d+"
+    message = f"images: {size[0]}x{size[1]} pixels are not divisible by the patch size 14 of Dinov2Model. Use "
+    message = re.escape(f"{message}{fits[0]}x{fits[1]}, for instance load_images(..., size={fits}).")
     for use in (backbone.embed, lambda images: backbone.features(images, [0])):
         with pytest.raises(ImageError, match=message):
             use(torch.zeros(1, 3, *size))

@@ -107,9 +107,27 @@ def test_a_decoder_may_read_layers_in_any_order_and_twice(layers):
         close(operator.dense(), dense)
 
 
+@pytest.mark.parametrize("samples", [1, 2])
+@pytest.mark.parametrize("rows", [1, None])
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_a_linear_decoder_of_several_layers_keeps_those_below_out_of_the_products(layer, rows, samples):
+    def decode(taps, layout):
+        return taps[0][:, 0] + 2 * taps[1][:, 0]
+
+    backbone, images = pb.load_probe(model_of("dinov2"), "cls", 0).backbone, images_for("dinov2", GRID)[:samples]
+    probe = ProbeMap(backbone, Decoder("sum", (0, 2), decode, rows=rows, linear=True), layer)
+    features = probe.features(images)
+    operator = JacobianOperator(probe, features)
+    expected = dense_by_autograd(probe.bind(features), features.as_subclass(torch.Tensor))
+    v, w = random_normal(samples, operator.cols, 3), random_normal(samples, operator.rows, 3)
+    close(operator @ v, expected @ v)
+    close(operator.T @ w, expected.mT @ w)
+
+
 def test_a_decoder_of_layers_that_the_backbone_does_not_have_is_refused():
     backbone = pb.load_probe(model_of("dinov2"), "cls", 0).backbone
-    with pytest.raises(pb.PullbackError, match=r"layer: expected a block index from 0 to 2 .* got 7"):
+    message = r"decoder: 'far' reads a layer that is not there. layer: expected a block index from 0 to 2 .* got 7"
+    with pytest.raises(DecoderError, match=message):
         ProbeMap(backbone, Decoder("far", (1, 7), lambda taps, layout: taps[0]), 0)
 
 

@@ -233,6 +233,8 @@ def test_heads_are_checked(backbone, images):
         run_pruned(backbone, images, plan, [ImportanceHead(32, 16, 4)], layers=[LAST])
     with pytest.raises(PullbackError, match="scores: expected one, or one for each of the 2 stages, got 3"):
         run_pruned(backbone, images, plan, ["norm"] * 3, layers=[LAST])
+    with pytest.raises(PullbackError, match=r"scores: expected a list .*, \['norm'\]"):
+        run_pruned(backbone, images, plan, "norm", layers=[LAST])
     with pytest.raises(PullbackError, match="modes: matching by d_task"):
         run_pruned(backbone, images, PLANS["paper"], ["norm"], layers=[LAST])
     with pytest.raises(PullbackError, match="stages: expected blocks from 0 to 4"):

@@ -200,7 +200,7 @@ def test_gradients_reach_the_pixels():
 
 def test_bad_input():
     model, images = model_of("dinov2"), images_for("dinov2", (3, 3))
-    with pytest.raises(ModelError, match="siglip models cannot be pruned in place yet; known are dinov2"):
+    with pytest.raises(ModelError, match=r"siglip models cannot be pruned in place yet; known are .*run_pruned"):
         pb.prune(model_of("siglip"), "norm", ratio=0.5, stages=[1])
     with pytest.raises(ModelError, match="no adapter for transformers' model type 'bert'"):
         import transformers

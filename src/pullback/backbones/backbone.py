@@ -66,12 +66,12 @@ class AnyBackbone(ABC):
 
     name: str
     family: str
-    model: nn.Module
-    norm: TokenMap
+    model: nn.Module = field(repr=False)  # these three hold all weights, which nobody wants to read
+    norm: TokenMap = field(repr=False)
     prefix: int
     patch_size: int
     preprocessing: Preprocessing
-    blocks: tuple[Block, ...] = ()
+    blocks: tuple[Block, ...] = field(default=(), repr=False)
     hook_layers: tuple[int, ...] = ()
 
     # What a network must say
@@ -202,7 +202,7 @@ class Backbone(AnyBackbone):
     decoder reads the hook layers after the final norm.
     """
 
-    norm: Norm
+    norm: Norm = field(repr=False)
     embed_pixels: Callable[[Tensor], Tensor] = field(repr=False)
     rope_tables: Callable[[TokenLayout], Rope] | None = field(default=None, repr=False)
     hooks_normed: bool = True
@@ -232,14 +232,21 @@ class Backbone(AnyBackbone):
             fits = [max(1, round(side / self.patch_size)) * self.patch_size for side in (height, width)]
             raise ImageError(
                 f"images: {height}x{width} pixels are not divisible by the patch size {self.patch_size} of "
-                f"{self.name}. Use {fits[0]}x{fits[1]}, for instance load_images(..., size={fits[0]})."
+                f"{self.name}. Use {fits[0]}x{fits[1]}, for instance load_images(..., size=({fits[0]}, {fits[1]}))."
             )
         return TokenLayout(self.prefix, (height // self.patch_size, width // self.patch_size))
 
     def embed(self, images: Tensor) -> Tensor:
         """[B, 3, H, W] -> the tokens that enter block 0, [B, N, D]."""
-        self.token_layout(images)
-        return self.embed_pixels(images.to(device=self.device, dtype=self.dtype))
+        expected = (self.token_layout(images).tokens, self.dim)
+        tokens = self.embed_pixels(images.to(device=self.device, dtype=self.dtype))
+        if tokens.shape[1:] != expected:  # the number of images stays a variable where this is exported
+            raise ModelError(
+                f"model: embed_pixels of {self.name} returned {list(tokens.shape)} for images {list(images.shape)}, "
+                f"expected [B, {expected[0]}, {expected[1]}]: {self.prefix} prefix tokens, one for each patch of "
+                f"{self.patch_size} pixels, and the width of the final norm. Correct the adapter of its family."
+            )
+        return tokens
 
     def rope(self, layout: TokenLayout) -> Rope | None:
         """The rotary tables of a layout, None for families without."""

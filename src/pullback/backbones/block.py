@@ -99,6 +99,12 @@ class Mlp:
 
 @dataclass(frozen=True)
 class Block:
+    """A pre-norm layer: x + scale1 * project(attention(norm1(x))), and of that y, y + scale2 * mlp(norm2(y)).
+
+    ``query``, ``key``, ``value`` are [heads * d, D], ``project`` is [D, heads * d]. ``scale1`` and ``scale2`` [D] are
+    layer scale, None: there is none. Rotary positions come from the backbone (`Backbone.rope_tables`).
+    """
+
     norm1: Norm
     query: Affine
     key: Affine

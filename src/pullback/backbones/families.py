@@ -310,7 +310,8 @@ FIXED_SIZE = ("vit", "deit", "clip")
 def assembler(backbone: Backbone) -> Assemble:
     if backbone.family not in ASSEMBLE:
         raise ModelError(
-            f"model: {backbone.family} models cannot be pruned in place yet; known are {', '.join(ASSEMBLE)}."
+            f"model: {backbone.family} models cannot be pruned in place yet; known are {', '.join(ASSEMBLE)}. "
+            "pullback.pruning.run_pruned and `pullback prune` run a plan on any backbone."
         )
     return ASSEMBLE[backbone.family]
 

@@ -68,7 +68,10 @@ def family_of(model_type: str) -> BackboneEntry:
         if model_type in entry.model_types:
             return entry
     known = ", ".join(sorted(name for entry in backbones() for name in entry.model_types))
-    raise ModelError(f"model: no adapter for transformers' model type {model_type!r}; known are {known}.")
+    raise ModelError(
+        f"model: no adapter for transformers' model type {model_type!r}; known are {known}. A family of your own is "
+        "added by pullback.register_backbone."
+    )
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
@@ -102,7 +105,8 @@ def _identified(model: Model) -> tuple[BackboneEntry, dict[str, Any]]:
         if model_type is None:
             raise ModelError(
                 f"model: expected a transformers vision model, got {type(model).__name__}, which has no config with a "
-                "model type."
+                "model type. Give a network of your own the attribute config.model_type and add its family by "
+                "pullback.register_backbone."
             )
         return family_of(model_type), {}
     claimed = _claimed(os.fspath(model))
@@ -115,13 +119,22 @@ def _identified(model: Model) -> tuple[BackboneEntry, dict[str, Any]]:
 def _load(
     model: Model, entry: BackboneEntry, config: dict[str, Any], device: str | torch.device, dtype: torch.dtype
 ) -> AnyBackbone:
-    adapt = resolve(entry.adapt)
+    def adapt(module: nn.Module, name: str) -> AnyBackbone:
+        backbone = resolve(entry.adapt)(module, name)
+        if not isinstance(backbone, AnyBackbone):
+            raise ModelError(
+                f"model: the adapter of {entry.name!r} in the registry returned a {type(backbone).__name__}, expected "
+                "a pullback.Backbone."
+            )
+        return backbone
+
     if isinstance(model, nn.Module):
         check_evaluation_mode(model, "model")
         return adapt(model, type(model).__name__)
     name, target = os.fspath(model), resolve_device(device)
     if entry.load is not None:
-        return adapt(resolve(entry.load)(name, target, dtype).eval().requires_grad_(False), name)
+        module = resolve(entry.load)(name, target, dtype)
+        return adapt(module.to(device=target, dtype=dtype).eval().requires_grad_(False), name)
     where, reader = _place(name), reader_of(config)
     module = _read_with_transformers(where, entry) if reader is None else reader(where, config)
     module = module.to(device=target, dtype=dtype).eval().requires_grad_(False)

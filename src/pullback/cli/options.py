@@ -13,7 +13,7 @@ def decoder_help() -> str:
     """List the decoders of the registry: those for every model of single images, then those of one family alone."""
     families = list(dict.fromkeys(entry.family for entry in registry.DECODERS if entry.family is not None))
     listed = [_names(None), *(f"of {family}: {_names(family)}" for family in families)]
-    return f"{'; '.join(listed)}. `pullback ls` explains them."
+    return f"{'; '.join(listed)}. `pullback ls` explains them, and lists those of plugins."
 
 
 def _names(family: str | None) -> str:

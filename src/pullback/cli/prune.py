@@ -42,7 +42,7 @@ def prune(
     scores: Annotated[
         str | None,
         typer.Option(
-            help=f"{_SCORES}. The others are tested against importance, or the first.",
+            help=f"{_SCORES}; of plugins, see `pullback ls`. The others are tested against importance, or the first.",
             show_default="importance, or exact without --head, and those that need no training",
         ),
     ] = None,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from pullback.backbones import TokenMap
+from pullback.errors import DecoderError
 from pullback.tokens import TokenLayout
 
 # the taps [B, n, D] of each layer that is read, in the order of `layers`, and where their tokens sit -> [B, ...]
@@ -19,7 +20,8 @@ class Decoder:
     """``layers`` it reads (block indices), after the backbone's final norm if ``normed``.
 
     ``rows``: it reads only the first so many tokens (1 for a class-token decoder), so the last block need not compute
-    the others. ``linear``: the function is linear in the tokens, so its derivative is itself.
+    the others. ``linear``: the function is linear in the tokens of all its layers together, without a constant term, so
+    its derivative is itself; nothing checks this.
     """
 
     name: str
@@ -28,6 +30,13 @@ class Decoder:
     normed: bool = True
     rows: int | None = None
     linear: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.layers, tuple) or not self.layers:
+            raise DecoderError(
+                f"layers: expected a tuple of block indices, such as (11,), for decoder {self.name!r}, got "
+                f"{self.layers!r}."
+            )
 
     def read(self, tap: Tensor, norm: TokenMap) -> Tensor:
         """What it sees of a layer [B, N, D]: the first ``rows`` tokens, after ``norm`` if it is to be applied."""

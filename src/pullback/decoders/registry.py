@@ -10,7 +10,7 @@ from pullback.backbones import AnyBackbone, check_evaluation_mode
 from pullback.decoders.decoder import Decoder
 from pullback.decoders.dense import PatchGrid, on_patch_grid
 from pullback.errors import DecoderError
-from pullback.registry import decoders_for, resolve
+from pullback.registry import DecoderEntry, decoders_for, resolve
 
 DecoderChoice = str | Callable[[Tensor], Tensor] | PatchGrid | Decoder
 
@@ -45,8 +45,17 @@ def _named_decoder(choice: object, backbone: AnyBackbone, options: dict[str, str
         if match is not None:
             if not set(options) <= set(entry.options):
                 raise _no_choice(options["pose_derivative"])
-            return resolve(entry.build)(backbone, *match.groups(), **options)
+            return _checked(resolve(entry.build)(backbone, *match.groups(), **options), entry)
     raise _unknown(choice, backbone)
+
+
+def _checked(built: object, entry: DecoderEntry) -> Decoder:
+    if not isinstance(built, Decoder):
+        raise DecoderError(
+            f"decoder: the function of {entry.name!r} in the registry returned a {type(built).__name__}, expected a "
+            "pullback.Decoder: Decoder(name, layers=(backbone.depth - 1,), decode=...)."
+        )
+    return built
 
 
 def _no_choice(pose_derivative: str) -> DecoderError:

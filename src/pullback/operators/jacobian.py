@@ -133,8 +133,8 @@ def check_sensitive(squared_norm: Tensor, first: int = 0) -> None:
     if dead:
         raise DecoderError(
             f"decoder: its output does not depend on the features (zero Jacobian, samples {dead[:5]}). Expected a "
-            "differentiable path: look for .detach(), torch.no_grad(), argmax or a constant in the decoder, or a "
-            "probe layer above every layer that the decoder reads."
+            "differentiable path: look for .detach(), torch.no_grad(), argmax, a constant or a mean over the batch in "
+            "the decoder, or a probe layer above every layer that the decoder reads."
         )
 
 

@@ -21,7 +21,7 @@ from pullback.backbones import AnyBackbone, LinearizedBlock, Norm, State, unchan
 from pullback.backbones.backbone import Size
 from pullback.data.images import ImageBatch, ImageSource, PixelFormat
 from pullback.decoders import Decoder, OutputMetric, TaskDistance, check_metric, factor_at
-from pullback.errors import DecoderError, ShapeError
+from pullback.errors import DecoderError, ModelError, ShapeError
 from pullback.operators import Linearization
 from pullback.probes.linearization import DecoderTail, ProbeLinearization, Tap, WeightedLinearization
 from pullback.tokens import Features, TokenLayout
@@ -60,7 +60,10 @@ class ProbeMap:
         if self.at != INPUTS:
             self.backbone.check_layer(self.at)
         for layer in self.decoder.layers:
-            self.backbone.check_layer(layer)
+            try:
+                self.backbone.check_layer(layer)
+            except ModelError as error:  # which speaks of a layer, but not of the one that was asked for
+                raise DecoderError(f"decoder: {self.decoder.name!r} reads a layer that is not there. {error}") from None
         if self._layer is not None and not self._following:
             raise DecoderError(
                 f"layer: nothing that decoder {self.decoder.name!r} reads (layers {list(self.decoder.layers)}) follows "
@@ -253,21 +256,22 @@ class ProbeMap:
             read = [seen[layer] for layer in self.decoder.layers]
             return self._measured(self.decoder.output(read, layout, unchanged))
 
-        linear = self.decoder.linear and self.distance is None
+        # with layers held, a linear decoder is affine in those that follow, and no longer its own derivative
+        linear = self.decoder.linear and self.distance is None and not held
         end = DecoderTail(tail, [tap.value for tap in taps.values()], linear=linear)
-        return ProbeLinearization(tokens, blocks, taps, end, self._bytes_per_tangent(tokens, end.output))
+        return ProbeLinearization(tokens, blocks, taps, end, self._bytes_per_tangent(tokens, end))
 
     def _rows(self, layer: int) -> int | None:
         """Only the last block may compute fewer tokens: the others' outputs are keys and values of the next."""
         return self.decoder.rows if layer == max(self._following) else None
 
-    def _bytes_per_tangent(self, tokens: Tensor, output: Tensor) -> int:
+    def _bytes_per_tangent(self, tokens: Tensor, end: DecoderTail) -> int:
         """The widest moment of a product: a block's hidden layer and attention scores, or the decoder's maps."""
         batch, count, dim = tokens.shape
         block = self.backbone.blocks[0]
         hidden = block.mlp.up.weight.shape[0]
         inside = batch * count * (6 * dim + 2 * hidden + 2 * block.heads * count)
-        dense = 0 if self.decoder.linear else 64 * output.numel() + 16 * len(self.decoder.layers) * tokens.numel()
+        dense = 0 if end.linear else 64 * end.output.numel() + 16 * len(self.decoder.layers) * tokens.numel()
         return max(inside, dense) * tokens.element_size()
 
     def _unpack(self, features: Tensor) -> tuple[Tensor, TokenLayout, dict[int, Tensor]]:

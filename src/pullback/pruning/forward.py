@@ -217,6 +217,8 @@ def prepared(
 ) -> tuple[list[Score], Modes | None]:
     """Return one score per stage, each checked against the backbone and its stage, and the modes for d_task."""
     plan.check_depth(backbone.depth)
+    if isinstance(scores, str):  # whose letters would be taken for scores
+        raise PullbackError(f"scores: expected a list with one for each stage or one for all, [{scores!r}].")
     if len(scores) not in (1, len(plan.stages)):
         raise PullbackError(
             f"scores: expected one, or one for each of the {len(plan.stages)} stages, got {len(scores)}."

@@ -29,16 +29,22 @@ NEVER = 3.0  # a score above every 1 - cosine
 @dataclass(frozen=True, eq=False)
 class ScoreContext:
     """What a score may know besides the tokens, which are F^layer [B, N, D], the output of block ``layer``; earlier
-    stages may have removed some of the image's."""
+    stages may have removed some of the image's.
+
+    ``layout``: of the whole image. ``positions`` [B, N]: places of the tokens in the full sequence. ``sizes`` [B, N]:
+    how many of the original tokens each stands for. ``block_input`` [B, N, D]: the tokens that entered block ``layer``.
+    ``log_sizes`` [B, N]: what that block added to the logits of its attention, None: nothing. ``taps``: whole sequences
+    of the layers that the decoder has read so far. ``generator``: of everything random.
+    """
 
     backbone: AnyBackbone
     layer: int
-    layout: TokenLayout  # of the whole image
-    positions: Tensor  # [B, N] places of the tokens in the full sequence
-    sizes: Tensor  # [B, N] how many of the original tokens each stands for
-    block_input: Tensor  # [B, N, D] the tokens that entered block `layer`
-    log_sizes: Tensor | None = None  # [B, N] as that block saw them, None: not at all
-    taps: Mapping[int, Tensor] = field(default_factory=dict)  # layers read so far, whole sequences
+    layout: TokenLayout
+    positions: Tensor
+    sizes: Tensor
+    block_input: Tensor
+    log_sizes: Tensor | None = None
+    taps: Mapping[int, Tensor] = field(default_factory=dict)
     generator: torch.Generator | None = None
 
     @property

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -53,7 +53,7 @@ class VGGTBackbone(AnyBackbone):
     unit: ClassVar[str] = "scenes"
     default_decoder: ClassVar[str] = "camera"
 
-    model: VGGT
+    model: VGGT = field(repr=False)
 
     @property
     def depth(self) -> int:
