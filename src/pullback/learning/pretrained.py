@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from pullback.errors import ModelError
-from pullback.runs.files import make_folder, write_bytes, write_text
+from pullback.runs.files import CONFIG, WEIGHTS, write_network, write_text
 
-CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
+CARD = "README.md"
 _Model = TypeVar("_Model", bound="Pretrained")
 
 
@@ -78,14 +78,9 @@ class Pretrained(nn.Module):
 
     def save_pretrained(self, folder: str | Path) -> Path:
         """Write the three files; the folder is made where it is missing."""
-        from safetensors.torch import save
-
-        folder = make_folder(folder)
-        tensors = {name: value.detach().cpu().contiguous() for name, value in self.state_dict().items()}
-        write_bytes(folder / WEIGHTS, save(tensors, metadata={"format": "pt"}))
-        write_text(folder / CONFIG, json.dumps({"kind": self.kind, **asdict(self.config)}, indent=1) + "\n")
-        write_text(folder / CARD, self.card())
-        return folder
+        path = write_network(folder, self, {"kind": self.kind, **asdict(self.config)})
+        write_text(path / CARD, self.card())
+        return path
 
     @classmethod
     def from_pretrained(cls: type[_Model], name: str | Path, *, device: str | torch.device = "cpu") -> _Model:

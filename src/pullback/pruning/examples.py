@@ -95,10 +95,8 @@ def _fates(records: Sequence[StageRecord], layout: TokenLayout, count: int) -> t
 
 
 def _pictures(images: Tensor, pixels: PixelFormat) -> np.ndarray:
-    """Undo the normalisation: uint8 [b, h, w, 3]."""
-    mean, std = (images.new_tensor(values)[:, None, None] for values in (pixels.mean, pixels.std))
-    rgb = (images * std + mean).clamp(0, 1)
-    return _smaller(255 * rgb).round().byte().permute(0, 2, 3, 1).cpu().numpy()
+    """Return the images as they looked before normalisation, uint8 [b, h, w, 3]."""
+    return _smaller(255 * pixels.rgb(images)).round().byte().permute(0, 2, 3, 1).cpu().numpy()
 
 
 def _map(output: Tensor) -> np.ndarray:
