@@ -98,19 +98,15 @@ def spectrum(
     return Spectrum(
         singular_values=torch.cat([s.singular_values for s in done]),
         modes=torch.cat([as_token_maps(s.right, features.shape[1:]) for s in done]),
-        kappa=_joined([s.kappa for s in done]),
-        total=_joined([s.total for s in done]),
-        effective_rank=_joined(ranks) if ranks else None,
+        kappa=Estimate.join([s.kappa for s in done]),
+        total=Estimate.join([s.total for s in done]),
+        effective_rank=Estimate.join(ranks) if ranks else None,
         full=torch.cat(spectra) if len(spectra) == len(done) else None,
         method=done[0].method,
-        products=ProductCount(max(s.products.jvp for s in done), max(s.products.vjp for s in done)),
+        products=ProductCount.most([s.products for s in done]),
         seed=seed,
         token_layout=probe.token_layout(features),
     )
-
-
-def _joined(parts: list[Estimate]) -> Estimate:
-    return Estimate(torch.cat([part.value for part in parts]), torch.cat([part.se for part in parts]))
 
 
 def token_importance(spectrum: Spectrum) -> Tensor:

@@ -108,21 +108,16 @@ def targets_of(
 
 
 def join(parts: Sequence[Targets]) -> Targets:
-    """The targets of several batches as one."""
-
-    def estimates(name: str) -> Estimate:
-        values = [getattr(part, name) for part in parts]
-        return Estimate(torch.cat([v.value for v in values]), torch.cat([v.se for v in values]))
-
+    """Join the targets of several batches."""
     modes = [part.modes for part in parts if part.modes is not None]
     return Targets(
         singular_values=torch.cat([part.singular_values for part in parts]),
         importance=torch.cat([part.importance for part in parts]),
-        block_energy=estimates("block_energy"),
-        kappa=estimates("kappa"),
-        total=estimates("total"),
+        block_energy=Estimate.join([part.block_energy for part in parts]),
+        kappa=Estimate.join([part.kappa for part in parts]),
+        total=Estimate.join([part.total for part in parts]),
         modes=torch.cat(modes) if modes else None,
-        products=ProductCount(max(p.products.jvp for p in parts), max(p.products.vjp for p in parts)),
+        products=ProductCount.most([part.products for part in parts]),
         method=parts[0].method,
     )
 
