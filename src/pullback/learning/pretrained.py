@@ -16,6 +16,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import nn
 
+from pullback.backbones.loading import fetched_file, first_line
 from pullback.errors import ModelError
 from pullback.runs.files import CONFIG, WEIGHTS, write_network, write_text
 
@@ -145,18 +146,13 @@ def _document(name: str) -> dict[str, Any]:
 
 
 def _file(name: str, filename: str) -> Path:
-    """The path of a file in a folder, or of its copy from the hub."""
-    if Path(name).is_dir():
-        path = Path(name) / filename
-        if path.is_file():
-            return path
-        raise ModelError(f"name: the folder {name} has no {filename}. Expected one written by save_pretrained.")
-    from huggingface_hub import hf_hub_download
-
+    """Return the path of a file in a folder, or of its copy from the hub."""
     try:
-        return Path(hf_hub_download(name, filename))
+        path = fetched_file(name, filename)
     except Exception as error:  # the hub client raises validation, network and not-found errors of many classes
-        reason = str(error).strip().splitlines()[:1]
         raise ModelError(
-            f"name: {name!r} is neither a folder nor a hub id that can be reached: {''.join(reason)[:200]}"
+            f"name: {name!r} is neither a folder nor a hub id that can be reached: {first_line(error)}"
         ) from None
+    if path is None:
+        raise ModelError(f"name: {name} has no {filename}. Expected one written by save_pretrained.")
+    return path

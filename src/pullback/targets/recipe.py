@@ -17,9 +17,9 @@ from pullback.geometry.spectrum import (
     finite_products,
     in_batches,
     output_size,
+    within_memory,
 )
 from pullback.operators import JacobianOperator, LowRankMetric, ProductCount, check_sensitive
-from pullback.operators.execution import free_bytes
 from pullback.randnla import Estimate, Streams, choose_method, leading_modes
 from pullback.randnla.modes import USUAL_DEPTH, capture_ratio
 from pullback.randnla.svd import default_block
@@ -151,6 +151,4 @@ def _samples_that_fit(recipe: Recipe, rows: int, features: Tensor) -> int:
     inputs = features[0].numel()
     krylov = 4 * default_block(recipe.rank) * USUAL_DEPTH + 3 * recipe.num_probes
     columns = 2 * min(rows, inputs) if recipe.method == "exact" else krylov
-    bytes_per_sample = 2 * columns * inputs * features.element_size()
-    limit = MAX_SAMPLES.get(features.device.type, 4)
-    return max(1, min(limit, int(0.5 * free_bytes(features.device) / bytes_per_sample)))
+    return within_memory(2 * columns * inputs * features.element_size(), features.device, MAX_SAMPLES)
