@@ -24,14 +24,7 @@ from torch import Tensor
 from pullback.backbones.loading import resolve_device
 from pullback.errors import ModelError, PullbackError
 from pullback.evaluation import depth_errors
-from pullback.evaluation.poses import (
-    direction_angle,
-    mean_rotation,
-    median_with_error,
-    pose_errors,
-    relative_poses,
-    rotation_angle,
-)
+from pullback.evaluation.poses import direction_angle, pose_errors, relative_poses, rotation_angle
 from pullback.models import EMBEDDED
 from pullback.runs.progress import Lines, Progress, Silent
 from pullback.scenes.render import render
@@ -39,7 +32,14 @@ from pullback.scenes.splits import HELD_OUT, QUERIES
 from pullback.vggt.checkpoint import VGGT
 from pullback.vggt.network.config import HEADS
 from pullback.vggt.network.pose import decode_pose
-from recipes.measurement import mean_with_error, rounded, weights_sha256, write_result
+from recipes.measurement import (
+    mean_rotation,
+    mean_with_error,
+    median_with_error,
+    rounded,
+    weights_sha256,
+    write_result,
+)
 from recipes.tiny_views import Truth, Views
 
 NETWORK, MEAN = "tiny-views", "the mean"

@@ -26,6 +26,30 @@ def mean_with_error(values: Tensor) -> dict[str, float]:
     return {"mean": rounded(mean), "se": rounded(error if len(known) > 1 else math.nan)}
 
 
+def mean_rotation(rotations: Tensor, dim: int = 0) -> Tensor:
+    """Return the rotation [..., 3, 3] with the least sum of squared chordal distances to those along ``dim``.
+
+    It is the nearest rotation to their mean, U diag(1, 1, det U V^T) V^T.
+    """
+    u, _, vh = torch.linalg.svd(rotations.double().mean(dim))
+    flip = torch.ones_like(u[..., 0])
+    flip[..., 2] = torch.linalg.det(u @ vh)
+    return (u * flip[..., None, :]) @ vh
+
+
+def median_with_error(values: Tensor, *, resamples: int = 1000, seed: int = 0) -> dict[str, float]:
+    """Return the median of all values [n scenes, pairs], NaN left out, and its standard error.
+
+    Scenes are drawn again with replacement, because the pairs of a scene are not independent.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    known = values.double().cpu()
+    medians = [
+        known[torch.randint(len(known), (len(known),), generator=generator)].nanmedian() for _ in range(resamples)
+    ]
+    return {"median": known.nanmedian().item(), "se": torch.stack(medians).std().item()}
+
+
 def rounded(value: Tensor | float) -> float:
     """The value to six digits."""
     return float(f"{float(value):.{_DIGITS}g}")

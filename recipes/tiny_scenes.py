@@ -10,14 +10,14 @@ folder that `load_probe` takes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pullback.backbones.loading import write_network
 from pullback.models.tiny_scenes import TinyScenes, TinyScenesConfig
+from pullback.runs.files import write_network
 from pullback.scenes.render import CLASSES, SceneBatch, normalised, render
 from pullback.scenes.splits import HELD_OUT as HELD_OUT
 from recipes.evaluate_tiny_scenes import evaluate
@@ -148,7 +148,8 @@ class Run(SceneRun[Recipe, TinyScenes, Examples]):
 
 def main() -> None:
     run, scenes = train_from_command_line(__doc__, Recipe, Run, evaluate=1000)
-    write_network(run.average.eval().half(), run.out / "model")
+    network = run.average.eval().half()
+    write_network(run.out / "model", network, asdict(network.config))
     if scenes:
         # of what was written
         print(evaluate(run.average.float(), count=scenes, bank=2000, size=run.config.size, device=run.device))

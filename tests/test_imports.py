@@ -24,7 +24,7 @@ ALLOWED = {
     "randnla": {"operators"},
     "models": set(),
     "data": {"runs"},
-    "evaluation": set(),
+    "evaluation": {"runs"},
     "scenes": {"data"},
     "report": {"runs"},
     "backbones": {"operators", "models", "data"},

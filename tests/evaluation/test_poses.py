@@ -6,15 +6,8 @@ import pytest
 import torch
 
 from pullback.errors import ShapeError
-from pullback.evaluation.poses import (
-    direction_angle,
-    mean_rotation,
-    median_with_error,
-    pose_errors,
-    relative_poses,
-    rotation_angle,
-    view_pairs,
-)
+from pullback.evaluation.poses import direction_angle, pose_errors, relative_poses, rotation_angle, view_pairs
+from recipes.measurement import mean_rotation, median_with_error
 
 
 def turn(axis, degrees: float) -> torch.Tensor:

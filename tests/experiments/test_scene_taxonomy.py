@@ -166,4 +166,4 @@ def test_what_a_row_does_not_have_is_a_dash_and_what_is_no_number_is_null(backbo
     shown = table([{**row, "decoder": "camera-1", "layer": None, "scenes": 1}])
     cells = {column.header: list(column.cells) for column in shown.columns}
     assert shown.row_count == 1 and cells["probe"] == ["camera-1 x_vis"] and cells["K_eff"] == ["–"]
-    assert module._number(float("nan")) is None and module._number(1 / 3) == 0.333333333
+    assert module.number(float("nan")) is None and module.number(1 / 3) == 0.333333333

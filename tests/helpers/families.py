@@ -8,7 +8,7 @@ not change them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 
@@ -17,8 +17,8 @@ import torch.nn.functional as F
 import transformers as tf
 from torch import Tensor, nn
 
-from pullback.backbones.loading import write_network
 from pullback.models.tiny_scenes import TinyScenes, TinyScenesConfig
+from pullback.runs.files import write_network
 
 Reference = Callable[[nn.Module, Tensor], Tensor]
 
@@ -43,7 +43,7 @@ class SmallModel:
 def save(model: nn.Module, folder: Path) -> None:
     """The model as a folder that `load_backbone` takes."""
     if isinstance(model, TinyScenes):
-        write_network(model, folder)
+        write_network(folder, model, asdict(model.config))
     else:
         model.save_pretrained(folder)
 

@@ -19,9 +19,10 @@ from pullback.learning.train_spn import (
     RandNLA,
     RandomDirections,
     Spectral,
-    constant_scores,
+    constant_network,
     constant_subspace,
     held_out_modes,
+    spn_scores,
     supervision_of,
     train_spn,
 )
@@ -204,7 +205,7 @@ def test_training_can_start_at_the_constant_subspace_of_some_images(photos, othe
     probe = small_probe()
     judge = held_out_modes(probe, others, 3, size=SIZE)
     known = held_out_modes(probe, photos, 3, size=SIZE, limit=6)
-    constant = constant_scores(constant_subspace(known.modes, 3), judge)
+    constant = spn_scores(constant_network(constant_subspace(known.modes, 3)), judge)
     assert network.config.scores["v1"] == pytest.approx(constant["v1"], abs=1e-4)
     with pytest.raises(PullbackError, match="constant_images"):
         trained(photos, others, config=STILL, constant_images=5, out=tmp_path)

@@ -10,13 +10,15 @@ from scipy import stats
 import pullback as pb
 from helpers.families import images_for, model_of
 from pullback.backbones import load_backbone
+from pullback.data.images import PixelFormat
 from pullback.decoders import build_decoder
 from pullback.errors import ModelError, PullbackError
 from pullback.evaluation.cost import Timing
 from pullback.pruning import compare
 from pullback.pruning.compare import NOT_COMPARED, Costs, RuleRows, images_of_all, summarise
-from pullback.pruning.examples import panels
+from pullback.pruning.examples import MAX_IMAGES, panels, write_examples
 from pullback.pruning.rules import Rule, Scores, Subject, reference_score, rules
+from pullback.runs.documents import read_examples
 from pullback.runs.progress import Silent
 from pullback.runs.provenance import commit
 from pullback.runs.settings import keep_settings
@@ -37,6 +39,26 @@ def test_panels_show_the_reference_at_every_ratio_then_other_rules_at_the_highes
     shown = [str(rule) for rule in panels(found, "norm")]
     assert shown == ["best, norm, 0.1", "best, norm, 0.5", "drop, norm, 0.5", "best, random, 0.5", "drop, random, 0.5",
                      "tome, tome, 0.5"]  # fmt: skip
+
+
+def test_the_figures_show_a_few_images_of_a_larger_batch(tmp_path):
+    pytest.importorskip("matplotlib")
+    from pullback.report.prune_figures import output_png, tokens_png
+
+    subject, keys = subject_of("depth-v2", "depth"), [f"{number}.png" for number in range(MAX_IMAGES + 2)]
+    scores, images = Scores(subject), images_for("depth-v2", (3, 3), batch=len(keys))
+    scores.begin(keys)
+    shown = {rule: scores.pruned(rule) for rule in rules(["best"], ["norm", "random"], [0.5])}
+    pixels = PixelFormat.of(tuple(images.shape[-2:]))
+    write_examples(tmp_path, subject, shown, images, keys, pixels)
+    arrays = read_examples(tmp_path)
+    assert arrays["names"].tolist() == keys[:MAX_IMAGES]
+    assert len(arrays["pictures"]) == len(arrays["before"]) == MAX_IMAGES
+    for name in ("fates", "partners", "values", "after"):
+        assert arrays[name].shape[:2] == (len(shown), MAX_IMAGES), name
+    document = {"model": "depth-v2", "decoder": "depth", "stages": [1], "measure": "silog"}
+    for draw in (output_png, tokens_png):
+        assert draw(document, arrays, dpi=20).startswith(b"\x89PNG")
 
 
 @pytest.fixture(scope="module")

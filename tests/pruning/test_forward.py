@@ -153,7 +153,7 @@ def test_dense_plans_give_all_tokens_back_and_others_what_is_left(backbone, imag
 
 @pytest.mark.parametrize("name", PLANS)
 def test_with_nothing_removed_nothing_changes(backbone, images, name):
-    taps = run(backbone, images, PLANS[name].with_ratio(0.0), layers=[3, 5]).taps
+    taps = run(backbone, images, replace(PLANS[name], shares=0.0), layers=[3, 5]).taps
     for layer, tap in zip((3, 5), taps, strict=True):
         torch.testing.assert_close(tap, backbone.features(images, [layer])[layer], rtol=1e-10, atol=1e-10)
 

@@ -1,5 +1,7 @@
 """A plan refuses what makes no sense, and splits its ratio as promised."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -98,5 +100,5 @@ def test_presets():
         preset("fast", 0.3, [4])
 
 
-def test_with_ratio_splits_anew():
-    assert preset("best", 0.3, [1, 4]).with_ratio(0.5).shares == (0.25, 0.25)
+def test_one_number_for_all_shares_is_split_equally():
+    assert replace(preset("best", 0.3, [1, 4]), shares=0.5).shares == (0.25, 0.25)

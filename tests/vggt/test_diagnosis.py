@@ -244,12 +244,12 @@ def test_ls_names_vggt_and_its_decoders():
         ),
         (
             ("prune", "{model}", "--images", "x", "--out", "y"),
-            "pullback.vggt.pruning.prune_views(model",
+            "pb.prune_views(model",
             "guide/vggt-pruning",
         ),
         (
             ("plan", "{model}", "--images", "x", "--heads", "1=norm"),
-            "pullback.vggt.pruning.prune_views(model",
+            "pb.prune_views(model",
             "guide/vggt-pruning",
         ),
     ],

@@ -12,7 +12,7 @@ import json
 import os
 import re
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -281,16 +281,6 @@ def read_dinov2(name: str, config: dict[str, Any]) -> nn.Module:
 def read_tiny_scenes(name: str, config: dict[str, Any]) -> nn.Module:
     """A model that `recipes/tiny_scenes.py` made: the embedded one, or one of your own."""
     return _filled(TinyScenes(TinyScenesConfig.from_dict(config)), _tensors(name), name, config["model_type"])
-
-
-def write_network(model: Dinov2 | TinyScenes, folder: Path) -> None:
-    """Write a network of ours: config.json and model.safetensors, in the dtype of the weights."""
-    from safetensors.torch import save_file
-
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(asdict(model.config), indent=1) + "\n", encoding="utf-8")
-    tensors = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def _filled(model: nn.Module, state: dict[str, Tensor], name: str, kind: str) -> nn.Module:

@@ -40,7 +40,6 @@ class Samples:
 def image_samples(batch: ImageBatch, pixels: PixelFormat, layout: TokenLayout) -> Samples:
     """Single images that were read in a pixel format, as one group."""
     paths = tuple(str(path) for path in batch.paths)
-    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (pixels.mean, pixels.std))
     return Samples(
         groups=(Group(batch.pixels),),
         names=paths,
@@ -50,7 +49,7 @@ def image_samples(batch: ImageBatch, pixels: PixelFormat, layout: TokenLayout) -
             "size": list(batch.pixels.shape[-2:]),
         },
         arrays={
-            "thumbnails": thumbnails(batch.pixels[:MAX_THUMBNAILS] * std + mean),
+            "thumbnails": thumbnails(pixels.rgb(batch.pixels[:MAX_THUMBNAILS])),
             "grid": np.array(layout.grid),
             "prefix": np.array(layout.prefix),
         },

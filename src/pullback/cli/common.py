@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
@@ -21,9 +21,9 @@ from pullback.report.wording import NO_FIGURES
 if TYPE_CHECKING:
     from pullback.probes import ProbeMap
 
-Precision = Literal["float32", "tf32", "bf16"]
-
 BAD_INPUT, INTERRUPTED = 2, 130
+PRUNE_VIEWS = ("pb.prune_views(model, score, ratio=..., stages=...)", "docs/guide/vggt-pruning.md")
+"""What to use for a VGGT in place of the commands about pruning, and the page about it."""
 
 
 @contextmanager
@@ -128,17 +128,11 @@ def refuse_scenes(model: str, command: str, instead: str, page: str = "docs/guid
         )
 
 
-def load_any_probe(
-    model: str,
-    decoder: str,
-    layer: int | str | None,
-    device: str,
-    distance: str | None = None,
-    after_norm: bool = True,
-) -> ProbeMap:
+def load_any_probe(model: str, decoder: str, layer: str | None, device: str, distance: str | None = None) -> ProbeMap:
     """Load a probe at a block, or at all layers that a dense decoder reads when ``layer`` is "hooks"."""
     from pullback.probes import load_probe, multi_layer_probe
 
-    if isinstance(layer, str):
-        return multi_layer_probe(model, decoder, device=device, distance=distance, after_norm=after_norm)
-    return load_probe(model, decoder, layer, device=device, distance=distance)
+    at = None if layer is None else parse_layer(layer)
+    if isinstance(at, str):
+        return multi_layer_probe(model, decoder, device=device, distance=distance)
+    return load_probe(model, decoder, at, device=device, distance=distance)

@@ -8,11 +8,9 @@ from typing import Annotated
 import typer
 
 from pullback.cli import options
-from pullback.cli.common import parse_size, prepare, refuse_scenes, reported
+from pullback.cli.common import PRUNE_VIEWS, parse_size, refuse_scenes, running, say
 from pullback.errors import PullbackError
 from pullback.registry import SCORES
-from pullback.report.console import console
-from pullback.report.progress import ProgressDisplay
 
 _SCORES = ", ".join(name for name, entry in SCORES.items() if not entry.needs)
 
@@ -42,11 +40,8 @@ def plan(
     ] = None,
 ) -> None:
     """Find which tokens to remove where, so that a budget of operations, time or error is met."""
-    with ProgressDisplay(console(stderr=True)) as progress, reported(progress, out):
-        progress.stage("loading torch")
-        prepare()
-        instead = "pullback.vggt.pruning.prune_views(model, score, ratio=..., stages=...)"
-        refuse_scenes(model, "plan", instead, "docs/guide/vggt-pruning.md")
+    with running(out) as progress:
+        refuse_scenes(model, "plan", *PRUNE_VIEWS)
         from pullback.learning.head import ImportanceHead
         from pullback.probes import load_probe
         from pullback.pruning import prune
@@ -78,10 +73,9 @@ def plan(
             progress.stage(f"writing {out}")
             pruned = prune(network, [scores[stage] for stage in chosen], ratio=forecast.plan.ratio, stages=chosen)
             pruned.save_pretrained(out)
-    screen = console()
-    screen.print(f"{forecast} ({forecast.measured} plans tried on {len(pictures)} images)", soft_wrap=True)
+    say(f"{forecast} ({forecast.measured} plans tried on {len(pictures)} images)")
     if out is not None:
-        screen.print(f"written to {out}/", style="bold", markup=False)
+        say(f"written to {out}/", "bold")
 
 
 def _pairs(text: str) -> list[tuple[int, str]]:

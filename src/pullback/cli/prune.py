@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import typer
 
 from pullback.cli import options
-from pullback.cli.common import Precision, parse_size, prepare, refuse_scenes, reported
+from pullback.cli.common import PRUNE_VIEWS, parse_size, refuse_scenes, running, say, say_written
 from pullback.errors import PullbackError
 from pullback.registry import PRESETS, SCORES
 from pullback.report.console import console
 from pullback.report.drawing import Drawing
-from pullback.report.progress import ProgressDisplay
 from pullback.report.prune_console import prune_summary
 from pullback.runs.documents import EXAMPLES, ROWS, SUMMARY
 
@@ -67,7 +66,9 @@ def prune(
     size: options.Size = None,
     limit: options.Limit = None,
     batch: Annotated[int, typer.Option(min=1, help="Images at a time.")] = 16,
-    precision: Annotated[Precision, typer.Option(help="Arithmetic of the model, pruned or not.")] = "float32",
+    precision: Annotated[
+        Literal["float32", "tf32", "bf16"], typer.Option(help="Arithmetic of the model, pruned or not.")
+    ] = "float32",
     device: options.Device = "auto",
     seed: options.Seed = 0,
     time: Annotated[
@@ -75,11 +76,8 @@ def prune(
     ] = "auto",
 ) -> None:
     """Compare pruning rules: degradation of the output per image, tests between rules, operations, time."""
-    with Drawing() as drawing, ProgressDisplay(console(stderr=True)) as progress, reported(progress, out):
-        progress.stage("loading torch")
-        prepare()
-        instead = "pullback.vggt.pruning.prune_views(model, score, ratio=..., stages=...)"
-        refuse_scenes(model, "prune", instead, "docs/guide/vggt-pruning.md")
+    with Drawing() as drawing, running(out) as progress:
+        refuse_scenes(model, "prune", *PRUNE_VIEWS)
         from pullback.pruning.compare import PruneRequest, run_comparison
 
         request = PruneRequest(
@@ -113,13 +111,9 @@ def prune(
             raise
         progress.stage("drawing figures")
         figures = drawing.draw(out)
-    screen = console()
-    screen.print(prune_summary(document))
-    written = ", ".join([ROWS, SUMMARY, EXAMPLES, *figures])
-    screen.print(f"\nwritten to {out}/: {written}", style="bold", markup=False, soft_wrap=True)
-    if not figures:
-        words = "no figures: they need matplotlib, which is an extra: pip install 'pullback[plot]'"
-        screen.print(words, style="yellow", markup=False)
+    console().print(prune_summary(document))
+    say("")
+    say_written(out, [ROWS, SUMMARY, EXAMPLES], figures)
 
 
 def _several(option: str, text: str, read: Callable[[str], _Item]) -> tuple[_Item, ...]:

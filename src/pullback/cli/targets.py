@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from pullback.cli import options
-from pullback.cli.common import load_any_probe, parse_layer, parse_size, refuse_scenes, running, say
+from pullback.cli.common import load_any_probe, parse_size, refuse_scenes, running, say
 from pullback.report.progress import ProgressDisplay
 from pullback.report.wording import counted
 from pullback.runs.documents import layer_name
@@ -57,7 +57,7 @@ def targets(
 
         progress.stage(f"loading {model}")
         place = "cpu" if engine == "ray" else device  # on a cluster the workers have the GPUs
-        probe = load_any_probe(model, decoder, None if layer is None else parse_layer(layer), place, distance)
+        probe = load_any_probe(model, decoder, layer, place, distance)
         progress.stage(f"listing {images}")
         source = open_source(images)
         before = _rows(out)

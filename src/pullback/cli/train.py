@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from pullback.cli import options
-from pullback.cli.common import load_any_probe, parse_layer, parse_size, refuse_scenes, running, say
+from pullback.cli.common import load_any_probe, parse_size, refuse_scenes, running, say
 from pullback.errors import PullbackError
 from pullback.report.progress import ProgressDisplay
 
@@ -78,13 +78,10 @@ def head(
         from pullback.targets.store import TargetStore
 
         stores = [TargetStore.open(folder) for folder in targets]
-        stored = stores[0].config
-        name = model or stored["model"]
+        name = model or stores[0].config["model"]
         refuse_scenes(name, "train head", _OF_SCENES)
         progress.stage(f"loading {name}")
-        probe = load_any_probe(
-            name, stored["decoder"], stored["layer"], place, stored["distance"], stored.get("after_norm", True)
-        )
+        probe = stores[0].load_probe(name, device=place)
         fitted = train_head(
             probe,
             stores,
@@ -155,7 +152,7 @@ def spn(
         from pullback.learning.train_spn import train_spn
 
         progress.stage(f"loading {model}")
-        probe = load_any_probe(model, decoder, None if layer is None else parse_layer(layer), place)
+        probe = load_any_probe(model, decoder, layer, place)
         fitted = train_spn(
             probe,
             open_source(images),

@@ -72,6 +72,11 @@ class PixelFormat:
         """Convert an RGB picture of the right size to normalised float32 [3, H, W]."""
         return normalised(to_tensor(rgb), self.mean, self.std).contiguous()
 
+    def rgb(self, pixels: Tensor) -> Tensor:
+        """Undo the normalisation of pixels [..., 3, H, W]: RGB in [0, 1]."""
+        mean, std = (pixels.new_tensor(values).view(3, 1, 1) for values in (self.mean, self.std))
+        return (pixels * std + mean).clamp(0, 1)
+
 
 @dataclass(frozen=True)
 class SkippedImage:

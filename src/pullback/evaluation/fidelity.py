@@ -10,7 +10,6 @@ its tokens changes in the last digits of float32. `depth_errors` compares depth 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from pullback.errors import PullbackError, ShapeError
+from pullback.runs.rows import finite
 
 Measure = Literal["cosine", "silog", "relative_l2"]
 LOG_FLOOR = 1e-3
@@ -38,7 +38,7 @@ class Degradation:
     def rows(self) -> list[dict[str, float | None]]:
         """Return the numbers of each image by name; None for what is not finite, which JSON cannot hold."""
         columns = {"value": self.value, **self.beside}
-        lists = {name: [_finite(value) for value in values.tolist()] for name, values in columns.items()}
+        lists = {name: [finite(value) for value in values.tolist()] for name, values in columns.items()}
         return [dict(zip(lists, row, strict=True)) for row in zip(*lists.values(), strict=True)]
 
 
@@ -74,10 +74,6 @@ def _readable(output: Any, depth: bool) -> tuple[Measure, Tensor]:
     raise PullbackError(
         f"degrade: {type(output).__name__} has neither an embedding nor a depth map; pass a function of both outputs."
     )
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 @dataclass(frozen=True)

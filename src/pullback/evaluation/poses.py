@@ -60,23 +60,3 @@ def direction_angle(first: Tensor, second: Tensor) -> Tensor:
     """Angle between vectors [..., 3], degrees: 2 atan2(|a - b|, |a + b|) of the unit vectors; NaN without a length."""
     a, b = (vector.double() / vector.double().norm(dim=-1, keepdim=True) for vector in (first, second))
     return 2 * torch.atan2((a - b).norm(dim=-1), (a + b).norm(dim=-1)).rad2deg()
-
-
-def mean_rotation(rotations: Tensor, dim: int = 0) -> Tensor:
-    """The rotation [..., 3, 3] with the least sum of squared chordal distances to those along ``dim``: the nearest
-    rotation to their mean, U diag(1, 1, det U V^T) V^T."""
-    u, _, vh = torch.linalg.svd(rotations.double().mean(dim))
-    flip = torch.ones_like(u[..., 0])
-    flip[..., 2] = torch.linalg.det(u @ vh)
-    return (u * flip[..., None, :]) @ vh
-
-
-def median_with_error(values: Tensor, *, resamples: int = 1000, seed: int = 0) -> dict[str, float]:
-    """The median of all values [n scenes, pairs], NaN left out, and its standard error: scenes are drawn again with
-    replacement, because the pairs of a scene are not independent."""
-    generator = torch.Generator().manual_seed(seed)
-    known = values.double().cpu()
-    medians = [
-        known[torch.randint(len(known), (len(known),), generator=generator)].nanmedian() for _ in range(resamples)
-    ]
-    return {"median": known.nanmedian().item(), "se": torch.stack(medians).std().item()}

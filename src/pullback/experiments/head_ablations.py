@@ -220,18 +220,10 @@ def main(
     device: Device = "auto",
 ) -> None:
     """An ablation of the importance head, row by row."""
-    from pullback.probes import load_probe, multi_layer_probe
-
     with explained():
         variants_of(name)
         stores = [TargetStore.open(folder) for folder in (train, held_out)]
-        config = stores[0].config
-        which, decoder, layer = model or config["model"], config["decoder"], config["layer"]
-        probe = (
-            multi_layer_probe(which, decoder, device=device, after_norm=config["after_norm"])
-            if isinstance(layer, str)
-            else load_probe(which, decoder, layer, device=device)
-        )
+        probe = stores[0].load_probe(model, device=device)
         typer.echo(f"paper: {PAPER[name]}", err=True)
         rows = run_ablation(
             name, probe, *stores, steps=steps, seeds=seed or None, batch=batch, out=out, progress=Lines()

@@ -29,6 +29,7 @@ from pullback.errors import PullbackError
 from pullback.experiments.command import Device, Row, RowFile, RowsOut, Vggt, explained
 from pullback.geometry import Tractability, diagnose, layer_multiplicity
 from pullback.geometry.diagnosis import Summary, summarize
+from pullback.geometry.document import number
 from pullback.geometry.spectrum import in_batches
 from pullback.operators import JacobianOperator, ProductCount
 from pullback.probes import INPUTS, ProbeMap
@@ -36,7 +37,6 @@ from pullback.report.console import console
 from pullback.report.wording import UNKNOWN, lower_bound, plain, plus_minus, short_name
 from pullback.runs.progress import Lines
 from pullback.runs.provenance import provenance, weights_hash
-from pullback.runs.rows import finite
 from pullback.scenes.render import render
 from pullback.scenes.splits import HELD_OUT
 
@@ -176,11 +176,11 @@ def diagnosis_row(report: Tractability) -> Row:
         "dim": report.input_shape[1],
         "rank_used": report.ranks_used[0],
         **_mean_and_error("kappa", report.kappa),
-        "kappa_estimation_se": _number(report.kappa.estimation_se),
+        "kappa_estimation_se": number(report.kappa.estimation_se),
         **_mean_and_error("r_eff_trunc", report.r_eff_trunc),
         **_mean_and_error("r_eff_slq", report.r_eff_slq),
         **_mean_and_error("cv", report.cv),
-        "cv_null": _number(report.cv_null),
+        "cv_null": number(report.cv_null),
         **_mean_and_error("cv_patches", report.cv_patches),
         "r90": {"value": value, "is_lower_bound": is_bound},
         "regime": report.regime.label,
@@ -200,7 +200,7 @@ def numerical_ranks(probe: ProbeMap, images: Tensor) -> tuple[list[int], Product
     def work(part: Tensor, first: int) -> tuple[list[int], ProductCount]:
         operator = JacobianOperator(probe, part)
         found = torch.linalg.matrix_rank(operator.dense()).tolist()
-        return found, ProductCount(operator.products.jvp * len(part), operator.products.vjp * len(part))
+        return found, operator.products * len(part)
 
     parts = list(in_batches(work, features, 8))
     return [rank for ranks, _ in parts for rank in ranks], sum((count for _, count in parts), ProductCount())
@@ -269,12 +269,7 @@ def _rank(found: Row | None) -> str:
 
 
 def _mean_and_error(name: str, value: Summary) -> Row:
-    return {name: _number(value.mean), f"{name}_se": _number(value.se)}
-
-
-def _number(value: float) -> float | None:
-    """Nine digits; None for NaN and infinity."""
-    return finite(float(f"{value:.9g}"))
+    return {name: number(value.mean), f"{name}_se": number(value.se)}
 
 
 def main(

@@ -261,8 +261,8 @@ def diagnose(
         if len(observed) > 0:
             table, spent = _convergence(JacobianOperator(probe, observed, precision=precision), part, used[0], seed)
             tables.append(table)
-            products += _times(spent, len(observed))
-        products += _times(part.sketch.products, count)
+            products += spent * len(observed)
+        products += part.sketch.products * count
         if on_progress is not None:
             on_progress(count)
     first = used[0]
@@ -290,10 +290,6 @@ def diagnose(
         seconds=time.perf_counter() - begun,
         thresholds=thresholds,
     )
-
-
-def _times(count: ProductCount, samples: int) -> ProductCount:
-    return ProductCount(count.jvp * samples, count.vjp * samples)
 
 
 def _convergence(

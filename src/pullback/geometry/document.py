@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from pullback.geometry import ConvergenceRow, SampleDiagnosis, Summary, Tractabi
 from pullback.geometry.diagnosis import looks_random, summarize
 from pullback.operators import ProductCount
 from pullback.randnla import Estimate
+from pullback.runs.rows import finite
 
 _DIGITS = 9
 
@@ -93,8 +93,8 @@ def products(count: ProductCount) -> dict[str, int]:
 
 
 def number(value: float) -> float | None:
-    """Strict JSON has no NaN and no infinity: they become null. Nine digits are more than any product is worth."""
-    return float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None
+    """Round to nine digits, more than any product is worth; None for NaN and infinity, which strict JSON lacks."""
+    return finite(float(f"{value:.{_DIGITS}g}"))
 
 
 def _convergence(row: ConvergenceRow) -> dict[str, Any]:

@@ -162,8 +162,7 @@ def _diagnose_layer(
         layer_multiplicity(probe, group.pixels, seed=request.seed + _SEEDS * index)
         for index, group in enumerate(samples.groups)
     ]
-    multiplicity = Estimate(torch.cat([one.value for one in found]), torch.cat([one.se for one in found]))
-    return join_reports(reports), multiplicity
+    return join_reports(reports), Estimate.join(found)
 
 
 @contextmanager

@@ -46,7 +46,7 @@ def layer_multiplicity(probe: LayeredProbe, images: Tensor, *, num_probes: int =
         _multiplicity(JacobianOperator(probe, features[i : i + 1]), features.shape[1:], layers, num_probes, seed, i)
         for i in range(len(features))
     ]
-    return Estimate(torch.cat([r.value for r in results]), torch.cat([r.se for r in results]))
+    return Estimate.join(results)
 
 
 def _multiplicity(

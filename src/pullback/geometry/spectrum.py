@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -98,19 +98,15 @@ def spectrum(
     return Spectrum(
         singular_values=torch.cat([s.singular_values for s in done]),
         modes=torch.cat([as_token_maps(s.right, features.shape[1:]) for s in done]),
-        kappa=_joined([s.kappa for s in done]),
-        total=_joined([s.total for s in done]),
-        effective_rank=_joined(ranks) if ranks else None,
+        kappa=Estimate.join([s.kappa for s in done]),
+        total=Estimate.join([s.total for s in done]),
+        effective_rank=Estimate.join(ranks) if ranks else None,
         full=torch.cat(spectra) if len(spectra) == len(done) else None,
         method=done[0].method,
-        products=ProductCount(max(s.products.jvp for s in done), max(s.products.vjp for s in done)),
+        products=ProductCount.most([s.products for s in done]),
         seed=seed,
         token_layout=probe.token_layout(features),
     )
-
-
-def _joined(parts: list[Estimate]) -> Estimate:
-    return Estimate(torch.cat([part.value for part in parts]), torch.cat([part.se for part in parts]))
 
 
 def token_importance(spectrum: Spectrum) -> Tensor:
@@ -236,6 +232,9 @@ def samples_that_fit(probe: Probe, features: Tensor, rank: int) -> int:
     """From the memory of a dense J or a Krylov basis, whichever is smaller; the linearisation is of the same order."""
     inputs = features[0].numel()
     columns = max(1, min(output_size(probe, features), inputs, 20 * rank))
-    bytes_per_sample = 6 * columns * inputs * features.element_size()
-    limit = MAX_SAMPLES.get(features.device.type, 4)
-    return max(1, min(limit, int(0.5 * free_bytes(features.device) / bytes_per_sample)))
+    return within_memory(6 * columns * inputs * features.element_size(), features.device, MAX_SAMPLES)
+
+
+def within_memory(bytes_per_sample: int, device: torch.device, most: Mapping[str, int]) -> int:
+    """Return how many samples fill half of the free memory: at least 1, and at most so many on this kind of device."""
+    return max(1, min(most.get(device.type, 4), int(0.5 * free_bytes(device) / bytes_per_sample)))

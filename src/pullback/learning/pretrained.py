@@ -16,10 +16,11 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import nn
 
+from pullback.backbones.loading import fetched_file, first_line
 from pullback.errors import ModelError
-from pullback.runs.files import make_folder, write_bytes, write_text
+from pullback.runs.files import CONFIG, WEIGHTS, write_network, write_text
 
-CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
+CARD = "README.md"
 _Model = TypeVar("_Model", bound="Pretrained")
 
 
@@ -78,14 +79,9 @@ class Pretrained(nn.Module):
 
     def save_pretrained(self, folder: str | Path) -> Path:
         """Write the three files; the folder is made where it is missing."""
-        from safetensors.torch import save
-
-        folder = make_folder(folder)
-        tensors = {name: value.detach().cpu().contiguous() for name, value in self.state_dict().items()}
-        write_bytes(folder / WEIGHTS, save(tensors, metadata={"format": "pt"}))
-        write_text(folder / CONFIG, json.dumps({"kind": self.kind, **asdict(self.config)}, indent=1) + "\n")
-        write_text(folder / CARD, self.card())
-        return folder
+        path = write_network(folder, self, {"kind": self.kind, **asdict(self.config)})
+        write_text(path / CARD, self.card())
+        return path
 
     @classmethod
     def from_pretrained(cls: type[_Model], name: str | Path, *, device: str | torch.device = "cpu") -> _Model:
@@ -150,18 +146,13 @@ def _document(name: str) -> dict[str, Any]:
 
 
 def _file(name: str, filename: str) -> Path:
-    """The path of a file in a folder, or of its copy from the hub."""
-    if Path(name).is_dir():
-        path = Path(name) / filename
-        if path.is_file():
-            return path
-        raise ModelError(f"name: the folder {name} has no {filename}. Expected one written by save_pretrained.")
-    from huggingface_hub import hf_hub_download
-
+    """Return the path of a file in a folder, or of its copy from the hub."""
     try:
-        return Path(hf_hub_download(name, filename))
+        path = fetched_file(name, filename)
     except Exception as error:  # the hub client raises validation, network and not-found errors of many classes
-        reason = str(error).strip().splitlines()[:1]
         raise ModelError(
-            f"name: {name!r} is neither a folder nor a hub id that can be reached: {''.join(reason)[:200]}"
+            f"name: {name!r} is neither a folder nor a hub id that can be reached: {first_line(error)}"
         ) from None
+    if path is None:
+        raise ModelError(f"name: {name} has no {filename}. Expected one written by save_pretrained.")
+    return path

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from pullback.data.crops import CROPS, STRONG, Variation, varied
+from pullback.data.images import normalised
 from pullback.errors import PullbackError
 from pullback.geometry.importance import block_norms, quick_importance
 from pullback.learning.fit import CurrentBlock, Losses, Network, Share
@@ -161,8 +162,7 @@ def _varied_pictures(stream: FreshCrops | LayerStream, generator: torch.Generato
     chosen = stream.pictures[rows.to(stream.pictures.device)].to(stream.probe.device)
     pictures = varied(chosen.float() / 255, stream.size, stream.variation, generator)
     wanted = stream.probe.backbone.preprocessing
-    mean, std = (pictures.new_tensor(values).view(3, 1, 1) for values in (wanted.mean, wanted.std))
-    return (pictures - mean) / std
+    return normalised(pictures, wanted.mean, wanted.std)
 
 
 def block_norms_of_layers(

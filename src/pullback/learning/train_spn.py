@@ -454,9 +454,3 @@ def constant_network(subspace: Tensor) -> MetricNetwork:
         return LowRankMetric(modes, modes.new_ones(modes.shape[:2]))
 
     return network
-
-
-def constant_scores(subspace: Tensor, examples: SpnExamples, *, batch: int = 16) -> dict[str, float]:
-    """The same scores for one subspace [r, N, D] for every image."""
-    scores = spn_scores(constant_network(subspace), examples, batch=batch)
-    return {name: value for name, value in scores.items() if name != "sensitivity_ratio"}

@@ -9,7 +9,7 @@ With a single sample the batch axis may be dropped, V [n, k] or a vector [n]; th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,14 @@ class ProductCount:
 
     def __sub__(self, other: ProductCount) -> ProductCount:
         return ProductCount(self.jvp - other.jvp, self.vjp - other.vjp)
+
+    def __mul__(self, samples: int) -> ProductCount:
+        return ProductCount(self.jvp * samples, self.vjp * samples)
+
+    @staticmethod
+    def most(counts: Sequence[ProductCount]) -> ProductCount:
+        """Return the largest number of each kind."""
+        return ProductCount(max(count.jvp for count in counts), max(count.vjp for count in counts))
 
     @property
     def pairs(self) -> float:

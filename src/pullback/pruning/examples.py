@@ -50,15 +50,15 @@ def write_examples(
     full = subject.full(images)
     fates, partners, values, after = [], [], [], []
     for model in shown.values():
-        output, records = subject.output(model, images)
+        output, records = subject.output(model, images)  # of all images: the scores at hand are for the whole batch
         fate, partner = _fates(records, layout, len(images))
-        fates.append(fate)
-        partners.append(partner)
-        errors = [row["value"] for row in degradation(output, full, depth=subject.depth).rows()]
+        fates.append(fate[:count])
+        partners.append(partner[:count])
+        errors = [row["value"] for row in degradation(output, full, depth=subject.depth).rows()[:count]]
         values.append([np.nan if error is None else error for error in errors])
-        after.append(_map(output) if full.ndim == 3 else None)
+        after.append(_map(output[:count]) if full.ndim == 3 else None)
     arrays = {
-        "pictures": _pictures(images, pixels),
+        "pictures": _pictures(images[:count], pixels),
         "names": np.array(names),
         "presets": np.array([rule.preset for rule in shown]),
         "scores": np.array([rule.score for rule in shown]),
@@ -73,12 +73,14 @@ def write_examples(
 
 
 def _is_there(folder: Path, shown: Sequence[Rule], names: Sequence[str]) -> bool:
+    """Whether the folder holds examples of these rules and images, with one picture for each name."""
     if not (folder / EXAMPLES).is_file():
         return False
     stored = read_examples(folder)
     columns = (stored[name].tolist() for name in ("presets", "scores", "ratios"))
     asked = [(rule.preset, rule.score, rule.ratio) for rule in shown]
-    return [*zip(*columns, strict=True)] == asked and stored["names"].tolist() == list(names)
+    same_images = stored["names"].tolist() == list(names) and len(stored["pictures"]) == len(names)
+    return [*zip(*columns, strict=True)] == asked and same_images
 
 
 def _fates(records: Sequence[StageRecord], layout: TokenLayout, count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -93,10 +95,8 @@ def _fates(records: Sequence[StageRecord], layout: TokenLayout, count: int) -> t
 
 
 def _pictures(images: Tensor, pixels: PixelFormat) -> np.ndarray:
-    """Undo the normalisation: uint8 [b, h, w, 3]."""
-    mean, std = (images.new_tensor(values)[:, None, None] for values in (pixels.mean, pixels.std))
-    rgb = (images * std + mean).clamp(0, 1)
-    return _smaller(255 * rgb).round().byte().permute(0, 2, 3, 1).cpu().numpy()
+    """Return the images as they looked before normalisation, uint8 [b, h, w, 3]."""
+    return _smaller(255 * pixels.rgb(images)).round().byte().permute(0, 2, 3, 1).cpu().numpy()
 
 
 def _map(output: Tensor) -> np.ndarray:

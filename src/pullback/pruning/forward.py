@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from pullback.backbones import Backbone
+from pullback.backbones import AnyBackbone, Backbone
 from pullback.errors import PullbackError
 from pullback.pruning.matching import (
     Leftover,
@@ -216,17 +216,7 @@ def prepared(
     modes: Modes | nn.Module | None,
 ) -> tuple[list[Score], Modes | None]:
     """Return one score per stage, each checked against the backbone and its stage, and the modes for d_task."""
-    plan.check_depth(backbone.depth)
-    if isinstance(scores, str):  # whose letters would be taken for scores
-        raise PullbackError(f"scores: expected a list with one for each stage or one for all, [{scores!r}].")
-    if len(scores) not in (1, len(plan.stages)):
-        raise PullbackError(
-            f"scores: expected one, or one for each of the {len(plan.stages)} stages, got {len(scores)}."
-        )
-    ready = [as_score(choice) for choice in scores] * (len(plan.stages) if len(scores) == 1 else 1)
-    for stage, score in zip(plan.stages, ready, strict=True):
-        if isinstance(score, Checked):
-            score.check(backbone.family, backbone.dim, stage)
+    ready = stage_scores(backbone, plan, scores)
     if plan.match != "task":
         return ready, None
     known = as_modes(modes, plan.stages, ready)
@@ -238,3 +228,21 @@ def prepared(
     if isinstance(known, StageModes):
         known.check(backbone.family, backbone.dim)
     return ready, known
+
+
+def stage_scores(
+    backbone: AnyBackbone, plan: PrunePlan, scores: Sequence[Choice], named: Callable[[Choice], Score] = as_score
+) -> list[Score]:
+    """Return one score per stage, each checked against the backbone and its stage; ``named`` makes one of a choice."""
+    plan.check_depth(backbone.depth)
+    if isinstance(scores, str):  # whose letters would be taken for scores
+        raise PullbackError(f"scores: expected a list with one for each stage or one for all, [{scores!r}].")
+    if len(scores) not in (1, len(plan.stages)):
+        raise PullbackError(
+            f"scores: expected one, or one for each of the {len(plan.stages)} stages, got {len(scores)}."
+        )
+    ready = [named(choice) for choice in scores] * (len(plan.stages) if len(scores) == 1 else 1)
+    for stage, score in zip(plan.stages, ready, strict=True):
+        if isinstance(score, Checked):
+            score.check(backbone.family, backbone.dim, stage)
+    return ready

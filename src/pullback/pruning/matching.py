@@ -181,9 +181,15 @@ def residuals(tokens: Tensor, scores: Tensor, allowed: Tensor, cosine: Tensor) -
     place = ranks(scores)
     reach = stored(torch.where(allowed, place, place.shape[1]))  # who is not allowed comes after everyone
     best, partner = most_similar(cosine, reach[:, None] < place[..., None])
+    return gaps(tokens, best, partner)
+
+
+def gaps(tokens: Tensor, cosine: Tensor, partner: Tensor) -> Tensor:
+    """Return |F_t - F_u| [B, N] to the ``partner`` u [B, N] of each token, at most the token's own length, which also
+    stands for tokens without a partner: those whose ``cosine`` [B, N] is not above `NOBODY`."""
     own = tokens.float().norm(dim=-1)
     away = (tokens - rows(tokens, partner.clamp_max(tokens.shape[1] - 1))).float().norm(dim=-1)
-    return torch.where(best > NOBODY, torch.minimum(away, own), own)
+    return torch.where(cosine > NOBODY, torch.minimum(away, own), own)
 
 
 def removal_costs(scores: Tensor, distances: Tensor, trust: float) -> Tensor:

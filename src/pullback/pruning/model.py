@@ -24,13 +24,13 @@ from torch import Tensor, nn
 from pullback import registry
 from pullback.backbones import load_backbone
 from pullback.backbones.families import ASSEMBLE, FIXED_SIZE, assembler, check_output_class
-from pullback.backbones.loading import first_line, locate, read_config, reader_of, write_network
+from pullback.backbones.loading import first_line, locate, read_config, reader_of
 from pullback.errors import ModelError, PullbackError, ShapeError
 from pullback.pruning.forward import PrunedRun, forward, prepared
 from pullback.pruning.plan import PrunePlan
 from pullback.pruning.plan import preset as named_plan
 from pullback.pruning.scores import Choice, HeadScore, Modes, StageModes, metric_score
-from pullback.runs.files import read_json, write_json
+from pullback.runs.files import read_json, write_json, write_network
 
 DOCUMENT, HEADS, MODEL = "pruned.json", "heads", "model"
 MODES = "modes"  # where older folders have the networks of d_task, by stage
@@ -359,7 +359,7 @@ def _write_model(model: Any, folder: Path) -> None:
     if hasattr(model, "save_pretrained"):
         model.save_pretrained(folder)
     else:
-        write_network(model, folder)
+        write_network(folder, model, asdict(model.config))
 
 
 def _read_model(address: str, folder: Path) -> nn.Module:

@@ -112,10 +112,6 @@ class PrunePlan:
             )
         return ()
 
-    def with_ratio(self, ratio: float) -> PrunePlan:
-        """Return the same plan with another ratio, split equally over the stages."""
-        return replace(self, shares=even(ratio, len(self.stages)))
-
 
 def even(ratio: float, stages: int) -> tuple[float, ...]:
     """Split a ratio equally over so many stages."""

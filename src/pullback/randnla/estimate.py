@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,22 +23,27 @@ class Estimate:
 
     @classmethod
     def exact(cls, value: Tensor, *, round_off: float) -> Estimate:
-        """A value computed without sampling: only round-off is left."""
+        """Return an estimate of a value computed without sampling: only round-off is left."""
         return cls.of(value, torch.zeros_like(value), round_off=round_off)
 
     @classmethod
     def of(cls, value: Tensor, se: Tensor, *, round_off: float) -> Estimate:
-        """Any value and standard error, with the floor ``round_off`` * |value| put under the latter."""
+        """Return any value and standard error, with the floor ``round_off`` * |value| put under the latter."""
         value, se = value.double(), se.double()
         return cls(value, torch.maximum(se, round_off * value.abs()))
 
     @classmethod
     def from_samples(cls, samples: Tensor, offset: Tensor | float = 0.0, *, round_off: float) -> Estimate:
-        """offset + mean of independent samples [B, m], m >= 2."""
+        """Estimate offset + mean from independent samples [B, m], m >= 2."""
         samples = samples.double()
         count = samples.shape[-1]
         se = samples.std(-1) / math.sqrt(count)
         return cls.of(offset + samples.mean(-1), student_scale(count) * se, round_off=round_off)
+
+    @classmethod
+    def join(cls, parts: Sequence[Estimate]) -> Estimate:
+        """Join estimates of several batches along the batch axis."""
+        return cls(torch.cat([part.value for part in parts]), torch.cat([part.se for part in parts]))
 
     @property
     def relative_se(self) -> Tensor:

@@ -6,7 +6,8 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -14,7 +15,9 @@ from pullback.errors import PullbackError
 
 if TYPE_CHECKING:
     import numpy as np
+    from torch import nn
 
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
 # A list of plain numbers that `json.dumps(indent=...)` spread over lines. No string holds a raw newline: none matches.
 _NUMBERS = re.compile(r"\[\n\s+(-?[\d.eE+-]+(?:,\n\s+-?[\d.eE+-]+)*)\n\s+\]")
 
@@ -31,6 +34,21 @@ def make_folder(out: str | os.PathLike[str]) -> Path:
     return path
 
 
+@contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """Yield a temporary file beside ``path`` to fill, then rename it over ``path``; after an error, delete it."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        temporary.chmod(0o666 & ~_umask())  # mkstemp makes private files
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
 def write_atomic(
     path: Path, fill: Callable[[IO[bytes]], object], *, durable: bool = False, check: Callable[[], None] | None = None
 ) -> None:
@@ -39,20 +57,14 @@ def write_atomic(
     ``durable`` also waits for the disk, so that the file survives a power cut. ``check`` runs just before the renaming
     and may raise to prevent it.
     """
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as file:
+    with replaced(path) as temporary:
+        with open(temporary, "wb") as file:
             fill(file)
             if durable:
                 file.flush()
                 os.fsync(file.fileno())
-        os.chmod(temporary, 0o666 & ~_umask())  # mkstemp makes private files
         if check is not None:
             check()
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
     if durable:
         _sync_folder(path.parent)
 
@@ -84,8 +96,23 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     write_atomic(path, lambda file: np.savez_compressed(file, **arrays))  # type: ignore[arg-type]
 
 
+def write_network(folder: str | os.PathLike[str], network: nn.Module, config: Mapping[str, Any]) -> Path:
+    """Write config.json and model.safetensors, the weights in their own dtype; return the folder.
+
+    A network that was read from this very folder may still map its old file, which the renaming leaves alone.
+    """
+    from safetensors.torch import save_file
+
+    path = make_folder(folder)
+    tensors = {name: value.detach().cpu().contiguous() for name, value in network.state_dict().items()}
+    with replaced(path / WEIGHTS) as temporary:
+        save_file(tensors, temporary, metadata={"format": "pt"})
+    write_text(path / CONFIG, json.dumps(config, indent=1) + "\n")
+    return path
+
+
 def read_json(path: Path, argument: str = "folder") -> dict[str, Any]:
-    """The JSON object in a file, or an error that blames ``argument`` and says what is wrong with the file."""
+    """Return the JSON object in a file, or raise an error that blames ``argument`` and says what is wrong."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:  # also UnicodeDecodeError and JSONDecodeError

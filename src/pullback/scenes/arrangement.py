@@ -19,7 +19,6 @@ from pullback.scenes.splits import ARRANGEMENTS, BOX, CLASSES, MAX_DISTRACTORS, 
 NOTHING = -1  # the shape of an empty slot
 FIRST_OBJECT = 10  # instance ids below belong to the floor (1), walls (2 to 5) and the ceiling (6)
 GARDEN_WALL = 2
-SLOTS = MAX_MAIN + MAX_DISTRACTORS + 2
 
 _CLEARANCE = 0.5  # between a camera and the arrangement
 _TO_WALL = 0.3  # between a camera and a wall

@@ -17,9 +17,9 @@ from pullback.geometry.spectrum import (
     finite_products,
     in_batches,
     output_size,
+    within_memory,
 )
 from pullback.operators import JacobianOperator, LowRankMetric, ProductCount, check_sensitive
-from pullback.operators.execution import free_bytes
 from pullback.randnla import Estimate, Streams, choose_method, leading_modes
 from pullback.randnla.modes import USUAL_DEPTH, capture_ratio
 from pullback.randnla.svd import default_block
@@ -108,21 +108,16 @@ def targets_of(
 
 
 def join(parts: Sequence[Targets]) -> Targets:
-    """The targets of several batches as one."""
-
-    def estimates(name: str) -> Estimate:
-        values = [getattr(part, name) for part in parts]
-        return Estimate(torch.cat([v.value for v in values]), torch.cat([v.se for v in values]))
-
+    """Join the targets of several batches."""
     modes = [part.modes for part in parts if part.modes is not None]
     return Targets(
         singular_values=torch.cat([part.singular_values for part in parts]),
         importance=torch.cat([part.importance for part in parts]),
-        block_energy=estimates("block_energy"),
-        kappa=estimates("kappa"),
-        total=estimates("total"),
+        block_energy=Estimate.join([part.block_energy for part in parts]),
+        kappa=Estimate.join([part.kappa for part in parts]),
+        total=Estimate.join([part.total for part in parts]),
         modes=torch.cat(modes) if modes else None,
-        products=ProductCount(max(p.products.jvp for p in parts), max(p.products.vjp for p in parts)),
+        products=ProductCount.most([part.products for part in parts]),
         method=parts[0].method,
     )
 
@@ -156,6 +151,4 @@ def _samples_that_fit(recipe: Recipe, rows: int, features: Tensor) -> int:
     inputs = features[0].numel()
     krylov = 4 * default_block(recipe.rank) * USUAL_DEPTH + 3 * recipe.num_probes
     columns = 2 * min(rows, inputs) if recipe.method == "exact" else krylov
-    bytes_per_sample = 2 * columns * inputs * features.element_size()
-    limit = MAX_SAMPLES.get(features.device.type, 4)
-    return max(1, min(limit, int(0.5 * free_bytes(features.device) / bytes_per_sample)))
+    return within_memory(2 * columns * inputs * features.element_size(), features.device, MAX_SAMPLES)

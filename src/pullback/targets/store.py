@@ -33,7 +33,7 @@ from pullback.data.images import PixelFormat
 from pullback.data.sources import LISTED, Source, open_source
 from pullback.errors import PullbackError
 from pullback.operators import ProductCount
-from pullback.probes import INPUTS, ProbeMap
+from pullback.probes import INPUTS, ProbeMap, load_probe, multi_layer_probe
 from pullback.runs.files import make_folder, read_json, remove_unfinished, write_atomic, write_json
 from pullback.runs.provenance import weights_hash
 from pullback.runs.settings import check_settings
@@ -126,6 +126,15 @@ class TargetStore:
                 "Call open_source with that list."
             )
         return open_source(self.config["source"])
+
+    def load_probe(self, model: str | None = None, *, device: str = "auto") -> ProbeMap:
+        """Load the probe that the rows were computed with; ``model``: where its weights are now, if they were moved."""
+        name, decoder = model or self.config["model"], self.config["decoder"]
+        distance, layer = self.config["distance"], self.config["layer"]
+        if isinstance(layer, str):
+            after_norm = self.config.get("after_norm", True)
+            return multi_layer_probe(name, decoder, device=device, distance=distance, after_norm=after_norm)
+        return load_probe(name, decoder, layer, device=device, distance=distance)
 
     @property
     def _infos(self) -> list[dict[str, Any]]:

@@ -20,9 +20,10 @@ from torch import Tensor
 from pullback.backbones.loading import fetched_file, first_line, known_file, resolve_device
 from pullback.errors import ModelError
 from pullback.models import EMBEDDED
+from pullback.runs.files import CONFIG, WEIGHTS, write_network
 from pullback.vggt.network import VGGTConfig, VGGTNetwork
 
-CONFIG, WEIGHTS, MODEL_TYPE = "config.json", "model.safetensors", VGGTConfig.model_type
+MODEL_TYPE = VGGTConfig.model_type
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 _NAMED_IN_MESSAGES = 3
 
@@ -68,17 +69,7 @@ class VGGT(VGGTNetwork):
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> Path:
         """Write config.json and model.safetensors, in the dtype of the weights; the folder is made where missing."""
-        from safetensors.torch import save_file
-
-        path = Path(folder)
-        path.mkdir(parents=True, exist_ok=True)
-        document = {"model_type": MODEL_TYPE, **asdict(self.config)}
-        (path / CONFIG).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-        tensors = {name: value.detach().cpu().contiguous() for name, value in self.state_dict().items()}
-        # a model that was read from this very folder still maps its old file, which must not change under it
-        save_file(tensors, path / f".{WEIGHTS}.part", metadata={"format": "pt"})
-        os.replace(path / f".{WEIGHTS}.part", path / WEIGHTS)
-        return path
+        return write_network(folder, self, {"model_type": MODEL_TYPE, **asdict(self.config)})
 
 
 def load_vggt(name: str, device: torch.device, dtype: torch.dtype) -> VGGT:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pullback.pruning.forward import TokenState, after_stage, decide
-from pullback.pruning.matching import ALIGNED, NOBODY, Matching, artifacts, lowest, ranks, removal_costs, rows
+from pullback.pruning.matching import ALIGNED, NOBODY, Matching, artifacts, gaps, lowest, ranks, removal_costs, rows
 from pullback.pruning.plan import PrunePlan
 from pullback.pruning.scores import NEVER, Score, ScoreContext
 from pullback.tokens import TokenLayout
@@ -109,10 +109,7 @@ def residuals(tokens: Tensor, scores: Tensor, allowed: Tensor) -> Tensor:
     """[B, N]: |F_t - F_u| to the most similar allowed token u with a higher score, which is likely to be kept; at most
     the token's own length."""
     places = torch.arange(tokens.shape[1], device=tokens.device).expand(len(tokens), -1)
-    best, partner = nearest(tokens, places, allowed, ranks(scores))
-    own = tokens.float().norm(dim=-1)
-    away = (tokens - rows(tokens, partner)).float().norm(dim=-1)
-    return torch.where(best > NOBODY, torch.minimum(away, own), own)
+    return gaps(tokens, *nearest(tokens, places, allowed, ranks(scores)))
 
 
 def nearest(tokens: Tensor, asking: Tensor, allowed: Tensor, place: Tensor | None = None) -> tuple[Tensor, Tensor]:

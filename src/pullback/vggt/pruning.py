@@ -26,18 +26,17 @@ from torch import Tensor, nn
 
 from pullback.backbones import check_evaluation_mode
 from pullback.errors import ModelError, PullbackError
-from pullback.pruning.forward import StageRecord, TokenState, scored, stage_record, whole_sequence
+from pullback.pruning.forward import StageRecord, TokenState, scored, stage_record, stage_scores, whole_sequence
 from pullback.pruning.matching import Leftover, leftover, reinserted, rows
 from pullback.pruning.model import Pruned
 from pullback.pruning.plan import PrunePlan, as_blocks, as_shares, preset
-from pullback.pruning.scores import Checked, Score, ScoreContext, as_score
+from pullback.pruning.scores import Choice, Score, ScoreContext, as_score
 from pullback.tokens import TokenLayout
 from pullback.vggt.backbone import VGGTBackbone, adapt
 from pullback.vggt.checkpoint import VGGT
 from pullback.vggt.matching import Groups, grid_points, group_tokens, prune_within_views, strided_score
 
 Scope = Literal["global", "view"]
-Choice = str | nn.Module | Score
 STRIDED = "strided"
 NAMES = ("random", "norm", STRIDED)
 PRESETS = ("best", STRIDED, "drop")
@@ -60,10 +59,9 @@ class PrunedVGGT(Pruned):
     def __init__(self, model: VGGT, plan: PrunePlan, scores: Sequence[Choice], scope: Scope) -> None:
         super().__init__()
         _check_model(model)
-        plan.check_depth(model.config.depth)
         self.model, self.plan, self.scope = model, plan, scope
         self.backbone = adapt(model, type(model).__name__)
-        self.scores = _stage_scores(self.backbone, plan, scores)
+        self.scores = stage_scores(self.backbone, plan, scores, lambda choice: _score(choice, plan.ratio))
         self.heads = nn.ModuleList(dict.fromkeys(score for score in self.scores if isinstance(score, nn.Module)))
         self.eval()  # this wrapper and its heads; the model is in evaluation mode already
 
@@ -261,23 +259,14 @@ def _finite_scores(tokens: Tensor, context: ScoreContext, score: Score) -> Tenso
     return scores
 
 
-def _stage_scores(backbone: VGGTBackbone, plan: PrunePlan, scores: Sequence[Choice]) -> list[Score]:
-    if len(scores) not in (1, len(plan.stages)):
+def _score(choice: Choice, ratio: float) -> Score:
+    """Return the score of a name that means something for views, or of what `as_score` takes."""
+    if isinstance(choice, str) and choice not in NAMES:
+        why = f"VGGT has no class token, which {choice!r} is about. " if choice in _WITHOUT_CLASS_TOKEN else ""
         raise PullbackError(
-            f"scores: expected one, or one for each of the {len(plan.stages)} stages, got {len(scores)}."
+            f"score: {why}Expected one of {', '.join(NAMES)}, an importance head or a function, got {choice!r}."
         )
-    ready: list[Score] = []
-    for choice in list(scores) * (len(plan.stages) if len(scores) == 1 else 1):
-        if isinstance(choice, str) and choice not in NAMES:
-            why = f"VGGT has no class token, which {choice!r} is about. " if choice in _WITHOUT_CLASS_TOKEN else ""
-            raise PullbackError(
-                f"score: {why}Expected one of {', '.join(NAMES)}, an importance head or a function, got {choice!r}."
-            )
-        ready.append(strided_score(plan.ratio) if choice == STRIDED else as_score(choice))
-    for stage, score in zip(plan.stages, ready, strict=True):
-        if isinstance(score, Checked):
-            score.check(backbone.family, backbone.dim, stage)
-    return ready
+    return strided_score(ratio) if choice == STRIDED else as_score(choice)
 
 
 def _context(backbone: VGGTBackbone, layer: int, layout: TokenLayout, x: TokenState) -> ScoreContext:

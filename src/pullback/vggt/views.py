@@ -32,6 +32,7 @@ from pullback.data.images import (
     find_images,
     reason_of,
     to_rgb,
+    to_tensor,
     upright,
 )
 from pullback.errors import ImageError
@@ -189,7 +190,7 @@ def scenes_that_fit(views: Sequence[int]) -> int:
 
 
 def _read(file: Path, use: Callable[[Image.Image], _T]) -> _T:
-    """What ``use`` makes of the picture in RGB, on white."""
+    """Open a picture as RGB on white, and return what ``use`` makes of it."""
     try:
         with upright(file) as image:
             return use(to_rgb(_on_white(image)))
@@ -198,7 +199,7 @@ def _read(file: Path, use: Callable[[Image.Image], _T]) -> _T:
 
 
 def _on_white(image: Image.Image) -> Image.Image:
-    """What is transparent became white, by an alpha channel or by a colour that stands for it (GIF, PNG).
+    """Make white what is transparent, by an alpha channel or by a colour that stands for it (GIF, PNG).
 
     The published loader does so in mode RGBA alone, where pixels are the same; elsewhere it shows the hidden colours,
     mostly black. 16-bit gray, for which Pillow has no alpha, stays opaque.
@@ -218,7 +219,7 @@ def _fitted(picture: Image.Image, mode: Fit, size: int, patch: int) -> Tensor:
         wanted = (_whole_patches(width * (size / height), patch), size)
     if wanted[0] * wanted[1] > MAX_PIXELS:
         raise Unusable(f"too long: {width}x{height} pixels would become {wanted[0]}x{wanted[1]}; crop it first")
-    pixels = _tensor(picture.resize(wanted, Image.Resampling.BICUBIC))
+    pixels = to_tensor(picture.resize(wanted, Image.Resampling.BICUBIC))
     if mode == "pad":
         return _with_edges(pixels, size, size)
     top = max(0, (wanted[1] - size) // 2)
@@ -233,14 +234,10 @@ def _whole_patches(side: float, patch: int) -> int:
 
 
 def _with_edges(view: Tensor, height: int, width: int) -> Tensor:
-    """White around a view [3, h, w] up to [3, height, width]; of an odd number, the smaller half left and on top."""
+    """Fill a view [3, h, w] up to [3, height, width] with white; the smaller half of an odd number left and on top."""
     down, across = height - view.shape[1], width - view.shape[2]
     top, left = down // 2, across // 2
     return F.pad(view, (left, across - left, top, down - top), value=WHITE)
-
-
-def _tensor(picture: Image.Image) -> Tensor:
-    return torch.from_numpy(np.array(picture)).permute(2, 0, 1).float() / 255
 
 
 def _squared(picture: Image.Image, size: int) -> tuple[Tensor, list[float]]:
@@ -252,5 +249,5 @@ def _squared(picture: Image.Image, size: int) -> tuple[Tensor, list[float]]:
     square = Image.new("RGB", (side, side))
     square.paste(picture, (left, top))
     corners = (left, top, left + picture.width, top + picture.height)
-    pixels = _tensor(square.resize((size, size), Image.Resampling.BICUBIC))
+    pixels = to_tensor(square.resize((size, size), Image.Resampling.BICUBIC))
     return pixels, [*(corner * size / side for corner in corners), picture.width, picture.height]
