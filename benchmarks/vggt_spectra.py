@@ -84,7 +84,7 @@ def effective_rank(matrix: Tensor) -> float:
 
 
 def sky_of_points(scenes: SceneBatch, count: int = 64) -> Tensor:
-    """[B, P]: the places of `points`, see docs/vggt.md."""
+    """Return whether each of the `points` lies in the sky, [B, P]; docs/guide/vggt.md says where they are."""
     views, height, width = scenes.sky.shape[1:]
     number = torch.arange(count, dtype=torch.float64)
     rows, columns = (((0.5 + number / PLASTIC**k) % 1 * side).long() for k, side in ((1, height), (2, width)))

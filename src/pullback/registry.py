@@ -114,6 +114,15 @@ def _check_pattern(entry: str, field: str, pattern: str) -> None:
         ) from None
 
 
+@dataclass(frozen=True)
+class PresetEntry:
+    """A named pruning plan (`pullback.pruning.plan.preset`). ``score``: the one that it is defined with, if any."""
+
+    name: str
+    help: str
+    score: str = ""
+
+
 _FAMILIES = "pullback.backbones.families"
 BACKBONES: dict[str, BackboneEntry] = {
     entry.name: entry
@@ -245,7 +254,33 @@ DECODERS: list[DecoderEntry] = [
     ),
 ]
 
-SCORES: dict[str, ScoreEntry] = {}
+SCORES: dict[str, ScoreEntry] = {
+    entry.name: entry
+    for entry in (
+        ScoreEntry("importance", "pullback.pruning.scores:as_score", "of a trained importance head", "head"),
+        ScoreEntry("exact", "pullback.geometry.scores:exact_importance", "importance by Jacobian products", "probe"),
+        ScoreEntry("block-norm", "pullback.geometry.scores:exact_block_norms", "|J_t| by Jacobian products", "probe"),
+        ScoreEntry("spn", "pullback.pruning.scores:as_score", "importance of a predicted metric", "spn"),
+        ScoreEntry("random", "pullback.pruning.scores:random", "uniform"),
+        ScoreEntry("tome", "pullback.pruning.scores:bipartite_redundancy", "ToMe: how unlike every other patch"),
+        ScoreEntry("strided", "pullback.pruning.scores:strided_redundancy", "how unlike a patch of every 2 x 2"),
+        ScoreEntry("evit", "pullback.pruning.scores:class_attention", "EViT: attention of the class token"),
+        ScoreEntry("norm", "pullback.pruning.scores:token_norm", "length of the token"),
+        ScoreEntry("cls-similarity", "pullback.pruning.scores:class_similarity", "cosine to the class token"),
+    )
+}
+
+PRESETS: dict[str, PresetEntry] = {
+    entry.name: entry
+    for entry in (
+        PresetEntry("best", "what won on our measurements"),
+        PresetEntry("paper", "section 7 of the paper literally"),
+        PresetEntry("drop", "the lowest scores go, nothing else"),
+        PresetEntry("tome", "ToMe's bipartite merging", "tome"),
+        PresetEntry("evit", "EViT's dropping by class attention", "evit"),
+        PresetEntry("strided", "merging into one patch of every 2 x 2", "strided"),
+    )
+}
 
 
 def register_backbone(entry: BackboneEntry) -> BackboneEntry:
@@ -321,43 +356,3 @@ def load_plugins() -> tuple[str, ...]:
             ) from error
         found.append(point.name)
     return tuple(found)
-
-
-# Scores per token, and the named pruning plans.
-
-
-@dataclass(frozen=True)
-class PresetEntry:
-    """A named pruning plan (`pullback.pruning.plan.preset`). ``score``: the one that it is defined with, if any."""
-
-    name: str
-    help: str
-    score: str = ""
-
-
-SCORES.update(
-    (entry.name, entry)
-    for entry in (
-        ScoreEntry("importance", "pullback.pruning.scores:as_score", "of a trained importance head", "head"),
-        ScoreEntry("exact", "pullback.geometry.scores:exact_importance", "importance by Jacobian products", "probe"),
-        ScoreEntry("block-norm", "pullback.geometry.scores:exact_block_norms", "|J_t| by Jacobian products", "probe"),
-        ScoreEntry("spn", "pullback.pruning.scores:as_score", "importance of a predicted metric", "spn"),
-        ScoreEntry("random", "pullback.pruning.scores:random", "uniform"),
-        ScoreEntry("tome", "pullback.pruning.scores:bipartite_redundancy", "ToMe: how unlike every other patch"),
-        ScoreEntry("strided", "pullback.pruning.scores:strided_redundancy", "how unlike a patch of every 2 x 2"),
-        ScoreEntry("evit", "pullback.pruning.scores:class_attention", "EViT: attention of the class token"),
-        ScoreEntry("norm", "pullback.pruning.scores:token_norm", "length of the token"),
-        ScoreEntry("cls-similarity", "pullback.pruning.scores:class_similarity", "cosine to the class token"),
-    )
-)
-PRESETS: dict[str, PresetEntry] = {
-    entry.name: entry
-    for entry in (
-        PresetEntry("best", "what won on our measurements"),
-        PresetEntry("paper", "section 7 of the paper literally"),
-        PresetEntry("drop", "the lowest scores go, nothing else"),
-        PresetEntry("tome", "ToMe's bipartite merging", "tome"),
-        PresetEntry("evit", "EViT's dropping by class attention", "evit"),
-        PresetEntry("strided", "merging into one patch of every 2 x 2", "strided"),
-    )
-}

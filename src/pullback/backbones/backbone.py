@@ -94,7 +94,7 @@ class AnyBackbone(ABC):
 
     @abstractmethod
     def token_layout(self, images: Tensor) -> TokenLayout:
-        """Where the tokens of these images sit; images that do not fit are refused."""
+        """Return where the tokens of these images sit; images that do not fit are refused."""
 
     @abstractmethod
     def embed(self, images: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ class AnyBackbone(ABC):
 
     @abstractmethod
     def read(self, path: ImageSource, size: Size = None, limit: int | None = None) -> Samples:
-        """Samples from files, ready for the network."""
+        """Read samples from files, ready for the network."""
 
     # What follows from it
 
@@ -129,11 +129,11 @@ class AnyBackbone(ABC):
         return self.dim
 
     def batch(self, images: Tensor) -> Tensor:
-        """The images with an axis of samples in front."""
+        """Return the images with an axis of samples in front."""
         return images
 
     def states(self, images: Tensor, layers: Sequence[int]) -> dict[int, State]:
-        """What several layers leave behind, in one pass."""
+        """Return the states that several layers leave behind, in one pass."""
         for layer in layers:
             self.check_layer(layer)
         layout, tokens = self.token_layout(images), self.embed(images)
@@ -146,7 +146,7 @@ class AnyBackbone(ABC):
         return kept
 
     def features(self, images: Tensor, layers: Sequence[int]) -> dict[int, Tensor]:
-        """F^l of images for several layers, in one pass."""
+        """Return F^l of images for several layers, in one pass."""
         return {layer: state.tokens for layer, state in self.states(images, layers).items()}
 
     def check_layer(self, layer: int) -> None:
@@ -158,33 +158,33 @@ class AnyBackbone(ABC):
             )
 
     def gathered(self, positions: Tensor) -> AnyBackbone:
-        """This backbone for the tokens at ``positions`` [B, n] of the full sequence alone."""
+        """Return this backbone for the tokens at ``positions`` [B, n] of the full sequence alone."""
         raise ModelError(f"model: {self.name} runs on all of its tokens only.")
 
     def arithmetic(self) -> AbstractContextManager[Any]:
-        """The context in which probe maps and their products compute."""
+        """Return the context in which probe maps and their products compute."""
         return nullcontext()
 
     def linearize(
         self, function: Callable[[Tensor], Tensor], point: Tensor, layout: TokenLayout, reads: int
     ) -> Linearization:
-        """A probe map [B, N, D] -> [B, ...] at a point, by `torch.func`; its decoder reads ``reads`` layers."""
+        """Linearise a probe map [B, N, D] -> [B, ...] by `torch.func`; its decoder ``reads`` so many layers."""
         return FunctionLinearization(function, point)
 
     def pixel_format(self, size: Size = None) -> PixelFormat:
-        """What collections of single images are asked for, at the network's own size or another."""
+        """Return the format of single images, at the network's own size or another."""
         wanted = self.preprocessing
         return PixelFormat.of(wanted.size if size is None else size, wanted.mean, wanted.std, wanted.interpolation)
 
     def read_images(self, path: ImageSource, size: Size = None, limit: int | None = None) -> ImageBatch:
-        """Single images in that format, and which files were skipped."""
+        """Read single images in that format, and which files were skipped."""
         wanted = self.pixel_format(size)
         return read_images(
             path, wanted.size, mean=wanted.mean, std=wanted.std, limit=limit, interpolation=wanted.interpolation
         )
 
     def load_views(self, path: ImageSource, size: int | None = None) -> Tensor:
-        """The views of one scene, for networks that take several: [1, S, 3, H, W]."""
+        """Read the views of one scene, for networks that take several: [1, S, 3, H, W]."""
         raise ModelError(
             f"model: {self.name} takes single images, and load_views is for models of several views such as VGGT. Use "
             "load_images."
@@ -224,7 +224,7 @@ class Backbone(AnyBackbone):
         return self.norm.weight.dtype
 
     def token_layout(self, images: Tensor) -> TokenLayout:
-        """The token layout of images [B, 3, H, W]."""
+        """Return the token layout of images [B, 3, H, W]."""
         if images.ndim != 4 or images.shape[1] != 3:
             raise ImageError(f"images: expected [B, 3, H, W], got {list(images.shape)}.")
         height, width = images.shape[-2:]
@@ -237,7 +237,7 @@ class Backbone(AnyBackbone):
         return TokenLayout(self.prefix, (height // self.patch_size, width // self.patch_size))
 
     def embed(self, images: Tensor) -> Tensor:
-        """[B, 3, H, W] -> the tokens that enter block 0, [B, N, D]."""
+        """Embed images [B, 3, H, W]: the tokens that enter block 0, [B, N, D]."""
         expected = (self.token_layout(images).tokens, self.dim)
         tokens = self.embed_pixels(images.to(device=self.device, dtype=self.dtype))
         if tokens.shape[1:] != expected:  # the number of images stays a variable where this is exported
@@ -249,7 +249,7 @@ class Backbone(AnyBackbone):
         return tokens
 
     def rope(self, layout: TokenLayout) -> Rope | None:
-        """The rotary tables of a layout, None for families without."""
+        """Return the rotary tables of a layout, None for families without."""
         return None if self.rope_tables is None else self.rope_tables(layout)
 
     def tables(self, layout: TokenLayout, like: Tensor) -> Rope | None:
@@ -269,7 +269,7 @@ class Backbone(AnyBackbone):
         layout: TokenLayout | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:
-        """Blocks start, ..., stop-1 on any subset of the tokens.
+        """Run blocks start, ..., stop-1 on any subset of the tokens.
 
         ``positions`` [B, n] are the tokens' places in the full sequence of ``layout``; only families with rotary
         positions need them (and a layout when the grid is not square).
@@ -280,7 +280,7 @@ class Backbone(AnyBackbone):
         return tokens
 
     def rope_of(self, tokens: Tensor, layout: TokenLayout | None, positions: Tensor | None) -> Rope | None:
-        """The rotary tables of these tokens, None for families without."""
+        """Return the rotary tables of these tokens, None for families without."""
         if self.rope_tables is None:
             return None
         if positions is not None and layout is None:

@@ -61,7 +61,7 @@ class Rope(NamedTuple):
         return x * self.cos[..., :rows, :] + _rotate_half(x) * self.sin[..., :rows, :]
 
     def rotate_tangents(self, x: Tensor, rows: int) -> Tensor:
-        """The same rotation of tangents [B, K, rows, heads, d]."""
+        """Rotate tangents [B, K, rows, heads, d] likewise."""
         cos, sin = (table[:, :, :rows, None] for table in self)
         return x * cos + _rotate_half(x) * sin
 

@@ -199,7 +199,7 @@ def _without_random_parts(module: nn.Module, entry: BackboneEntry, report: dict)
 
 
 def locate(name: str) -> str:
-    """Where the model is: of a folder that holds backbone/ beside decoder.safetensors, the former; else the name."""
+    """Return where the model is: backbone/ of a folder that holds it beside decoder.safetensors, else the name."""
     folder = Path(name)
     if folder.is_file():
         raise ModelError(f"model: expected a folder or a hub id, got the file {name}.")
@@ -333,7 +333,7 @@ def fetched_file(name: str, filename: str) -> Path | None:
 
 
 def known_file(name: str, filename: str) -> Path | None:
-    """As `fetched_file`, None also where the hub, which cannot be reached, would have to be asked."""
+    """Return what `fetched_file` does, and None also where the hub would have to be asked but cannot be reached."""
     try:
         return fetched_file(name, filename)
     except ModelError:

@@ -167,9 +167,16 @@ def iter_images(
 
     Arguments are checked and files are listed at the call; files are opened as the iterator advances.
     """
+    return stream_images(path, PixelFormat.of(size, mean, std, interpolation), limit)
+
+
+def stream_images(
+    path: ImageSource, wanted: PixelFormat, limit: int | None = None
+) -> Iterator[tuple[Path, Tensor | SkippedImage]]:
+    """Stream images as `iter_images` does, in a pixel format."""
     if limit is not None and limit < 1:
         raise ImageError(f"limit={limit}: expected a positive number of images, or None for all of them.")
-    return _stream(find_images(path), PixelFormat.of(size, mean, std, interpolation), limit)
+    return _stream(find_images(path), wanted, limit)
 
 
 def find_images(path: ImageSource) -> list[Path]:

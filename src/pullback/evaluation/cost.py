@@ -27,7 +27,7 @@ class Timing:
 
 @torch.no_grad()
 def flops(function: Callable[[], Any]) -> int:
-    """Floating-point operations of one call, a multiplication and an addition counted as two.
+    """Count the floating-point operations of one call, a multiplication and an addition counted as two.
 
     With attention written out: torch's counter does not see the fused kernels of the CPU at all.
     """
@@ -40,13 +40,13 @@ def flops(function: Callable[[], Any]) -> int:
 
 
 def milliseconds(function: Callable[[], Any], device: torch.device | str, rounds: int = 20) -> Timing:
-    """Of one call, after two that only warm up; a GPU has finished before the clock is read."""
+    """Time one call, after two that only warm up; a GPU has finished before the clock is read."""
     return race([function], device, rounds)[0]
 
 
 @torch.no_grad()
 def race(functions: Sequence[Callable[[], Any]], device: torch.device | str, rounds: int = 20) -> list[Timing]:
-    """Several calls timed in turn, round by round: a machine that slows down, slows down all of them."""
+    """Time several calls in turn, round by round: a machine that slows down, slows down all of them."""
     if rounds < 1:
         raise PullbackError(f"rounds: expected at least 1, got {rounds}.")
     place = torch.device(device)

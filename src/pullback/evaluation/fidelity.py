@@ -85,7 +85,7 @@ class SilogErrors:
 
 
 def cosine_degradation(pruned: Tensor, full: Tensor) -> Tensor:
-    """100 (1 - cos) of embeddings [B, M] -> [B].
+    """Return 100 (1 - cos) of embeddings [B, M] -> [B].
 
     As 50 |a/|a| - b/|b||^2: 1 - cos itself loses all digits where the two are nearly parallel.
     """
@@ -94,13 +94,13 @@ def cosine_degradation(pruned: Tensor, full: Tensor) -> Tensor:
 
 
 def relative_l2(pruned: Tensor, full: Tensor) -> Tensor:
-    """100 |a - b| / |b| of outputs [B, ...] -> [B]."""
+    """Return 100 |a - b| / |b| of outputs [B, ...] -> [B]."""
     a, b = _pair(pruned, full)
     return 100 * torch.linalg.vector_norm(a - b, dim=1) / torch.linalg.vector_norm(b, dim=1)
 
 
 def silog(pruned: Tensor, full: Tensor, *, weight: float = 1.0) -> SilogErrors:
-    """The scale-invariant log error of depths [B, ...]; ``weight`` is lambda, 1: a common factor is no error at all."""
+    """Return the scale-invariant log error of depths [B, ...]; ``weight`` is lambda (1: a common factor is none)."""
     if not 0 <= weight <= 1:
         raise PullbackError(f"weight: expected lambda between 0 and 1, got {weight}.")
     a, b = _pair(pruned, full)
@@ -113,7 +113,7 @@ def silog(pruned: Tensor, full: Tensor, *, weight: float = 1.0) -> SilogErrors:
 
 
 def _middle(depth: Tensor) -> Tensor:
-    """The median [B, 1] of depths [B, M]; where most pixels are not positive, the median of those that are."""
+    """Return the median [B, 1] of depths [B, M]; where most pixels are not positive, the median of those that are."""
     median = depth.median(1, keepdim=True).values
     positive = depth.where(depth > 0, torch.nan).nanmedian(1, keepdim=True).values
     return torch.where(median > 0, median, positive)
@@ -124,7 +124,7 @@ def _unit(values: Tensor) -> Tensor:
 
 
 def _pair(pruned: Tensor, full: Tensor) -> tuple[Tensor, Tensor]:
-    """Both as float64 [B, M]."""
+    """Return both as float64 [B, M]."""
     if pruned.shape != full.shape or pruned.ndim < 2:
         raise ShapeError(
             f"pruned, full: expected one shape [B, ...], got {list(pruned.shape)} and {list(full.shape)}. Compare the "
@@ -135,15 +135,18 @@ def _pair(pruned: Tensor, full: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class DepthErrors:
-    """Of the valid pixels of each image [B]; an image without any has NaN."""
+    """Errors over the valid pixels of each image [B]; NaN for an image without any."""
 
     abs_rel: Tensor  # mean |d - d*| / d*
     delta1: Tensor  # share with max(d / d*, d* / d) < 1.25
 
 
 def depth_errors(prediction: Tensor, truth: Tensor, valid: Tensor, *, median_scaling: bool) -> DepthErrors:
-    """[B, H, W] each. ``median_scaling`` multiplies each prediction by median(d*) / median(d), as is usual where the
-    scale of a scene cannot be seen."""
+    """Compare depths [B, H, W] with the truth where ``valid``.
+
+    ``median_scaling`` multiplies each prediction by median(d*) / median(d), as is usual where the scale of a scene
+    cannot be seen.
+    """
     if not prediction.shape == truth.shape == valid.shape:
         raise ShapeError(
             f"prediction, truth, valid: expected one shape [B, H, W], got {list(prediction.shape)}, "

@@ -17,14 +17,14 @@ from pullback.errors import ShapeError
 
 @dataclass(frozen=True, eq=False)
 class PoseErrors:
-    """Of all pairs i < j of a scene's views, degrees."""
+    """Errors in degrees over all pairs i < j of a scene's views."""
 
     rotation: Tensor  # [B, pairs]
     translation: Tensor  # [B, pairs], angle between directions; NaN where one of the two has no length
 
 
 def pose_errors(predicted: Tensor, truth: Tensor) -> PoseErrors:
-    """Extrinsics [B, S, 3, 4] of the same views, in whatever world and scale each."""
+    """Compare extrinsics [B, S, 3, 4] of the same views, in whatever world and scale each."""
     if predicted.shape != truth.shape or truth.ndim != 4 or truth.shape[-2:] != (3, 4) or truth.shape[1] < 2:
         raise ShapeError(
             "predicted, truth: expected extrinsics [B, S, 3, 4] of the same views, at least two, got "

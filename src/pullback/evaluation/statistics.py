@@ -87,7 +87,7 @@ def wilcoxon_p(first: Sequence[float] | np.ndarray, second: Sequence[float] | np
 
 
 def mean_and_error(values: Tensor) -> tuple[float, float]:
-    """The mean of values [n] and its standard error, std / sqrt(n); 0 for a single value, whose spread is not known."""
+    """Return the mean of values [n] and its standard error std / sqrt(n); 0 for a single value, of unknown spread."""
     known = values.detach().double()
     error = float(known.std()) / len(known) ** 0.5 if len(known) > 1 else 0.0
     return float(known.mean()), error

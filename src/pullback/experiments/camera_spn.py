@@ -207,7 +207,7 @@ class CameraSpn:
         return network.eval()
 
     def new_network(self) -> SpectralPullbackNetwork:
-        """The same weights every time, scaled to the training scenes."""
+        """Make a network with the same weights every time, scaled to the training scenes."""
         features, examples = self.train.features, self.train.examples
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.settings.seed)

@@ -105,7 +105,7 @@ def run_ablation(
     out: str | Path | None = None,
     progress: Progress | None = None,
 ) -> list[Row]:
-    """Every variant of an ablation with every seed, on features that are computed once; the rows, old and new.
+    """Run every variant of an ablation with every seed, on features computed once; return the rows, old and new.
 
     ``out``: a file of JSON lines that rows are read from and added to, each as soon as its run is finished.
     """
@@ -144,7 +144,7 @@ def run_ablation(
 
 
 def planned(name: str, config: FitConfig, seeds: Sequence[int] | None = None) -> list[tuple[HeadVariant, Row]]:
-    """Every run with what is known of its row before it. ``seeds`` in place of the variants' own."""
+    """List every run with what is known of its row before it. ``seeds`` in place of the variants' own."""
     settings = {key: getattr(config, key) for key in ("steps", "batch", "learning_rate")}
     return [
         (variant, {"ablation": name, "variant": variant.name, "seed": seed, **settings})

@@ -65,7 +65,7 @@ class Measured:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Of the decoder, and the last one."""
+        """The layers that the decoder reads, and the last one."""
         return tuple(sorted({*self.runner.decoder.layers, self.runner.backbone.depth - 1}))
 
 

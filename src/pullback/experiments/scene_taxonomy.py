@@ -94,7 +94,7 @@ class Configuration:
 
 
 def configurations(layer: int, views: int, *, view: int | None = None, full_depth: bool = False) -> list[Configuration]:
-    """Every decoder at ``layer`` and at x_vis. The single camera is that of ``view``, by default the last one: poses
+    """List every decoder at ``layer`` and at x_vis. The single camera is of ``view``, by default the last one: poses
     are relative to the first view, whose own says little."""
     single = views - 1 if view is None else view
     decoders: dict[str, str | None] = {

@@ -88,7 +88,7 @@ def classify(
     max_rank: int,
     thresholds: Thresholds = THRESHOLDS,
 ) -> Regime:
-    """``rank`` is the rank asked for, ``max_rank`` = min(M, N*D)."""
+    """Return the regime of these means; ``rank`` is the rank asked for, ``max_rank`` = min(M, N*D)."""
     if max_rank <= rank:
         return RANK_BOUNDED
     if kappa >= thresholds.low_rank_kappa and effective_rank <= thresholds.rank_budget * rank:
@@ -217,7 +217,7 @@ def diagnose(
     on_progress: Callable[[int], None] | None = None,
     **knobs: Any,
 ) -> Tractability:
-    """kappa_cap at one or several ranks, effective ranks, CV and its null, r_0.90, regime and advice, with error bars.
+    """Diagnose a probe map: kappa_cap, effective ranks, CV and its null, r_0.90 with error bars; regime and advice.
 
     A rank above min(M, N*D) is lowered to it; the regime is then (iv). ``convergence_samples``: for how many samples
     the power-iteration table is measured as well (6 rank pairs each). Other ``knobs`` go to `randnla.sketch`.
@@ -295,7 +295,7 @@ def diagnose(
 def _convergence(
     operator: JacobianOperator, part: Sketched, rank: int, seed: int
 ) -> tuple[tuple[ConvergenceRow, ...], ProductCount]:
-    """The table of the first samples of a batch, and its products per sample."""
+    """Return the convergence table of the first samples of a batch, and its products per sample."""
     start, other = (Streams.from_seed(seed + i, operator.batch, operator.device, part.first) for i in (1, 2))
     reference = part.sketch.right[: operator.batch, :, :rank]
     if part.sketch.method == "paper":  # unconverged modes cannot judge convergence
@@ -336,7 +336,7 @@ def _diagnose_batch(
 
 
 def _leading_effective_rank(sketch: Sketch, rank: int) -> Estimate:
-    """exp(H) [B] of the first ``rank`` singular values; its error is what the last Krylov block changed."""
+    """Estimate exp(H) [B] of the first ``rank`` singular values; its error is what the last Krylov block changed."""
     value = effective_rank_from_spectrum(sketch.singular_values[:, :rank])
     change = _unknown_or_zero(sketch, value)
     if sketch.earlier is not None:
@@ -345,7 +345,7 @@ def _leading_effective_rank(sketch: Sketch, rank: int) -> Estimate:
 
 
 def _cv(sketch: Sketch, modes: Tensor, tokens: Tensor | None) -> Estimate:
-    """CV [B] of modes [B, r, N, D]; its error is what the last Krylov block changed.
+    """Estimate the CV [B] of modes [B, r, N, D]; its error is what the last Krylov block changed.
 
     Modes whose singular values agree to within round-off are any basis of what they span, and so is their CV.
     """
@@ -358,7 +358,7 @@ def _cv(sketch: Sketch, modes: Tensor, tokens: Tensor | None) -> Estimate:
 
 
 def _unknown_or_zero(sketch: Sketch, value: Tensor) -> Tensor:
-    """The error without an earlier sketch: none but round-off if J is known exactly. The paper's power iteration stops
+    """Return the error without an earlier sketch: 0 if J is known exactly. The paper's power iteration stops
     after a fixed number of rounds and cannot tell how far its columns are from singular vectors: NaN."""
     return torch.full_like(value, math.nan if sketch.method == "paper" else 0.0)
 
@@ -368,14 +368,14 @@ def _pairs(estimate: Estimate) -> list[tuple[float, float]]:
 
 
 def _quotient(above: tuple[float, float], below: tuple[float, float]) -> tuple[float, float]:
-    """The quotient of two (value, standard error), as such a pair; an error below that is not known is left out."""
+    """Divide two (value, standard error) pairs; where the error of the divisor is not known, it is left out."""
     value = above[0] / below[0]
     known = 0.0 if math.isnan(below[1]) else below[1]
     return value, math.hypot(above[1] / below[0], value * known / below[0])
 
 
 def _rank_for(captured: Tensor, share: float) -> tuple[int, bool]:
-    """The first rank at which the captured energy reaches the share, or one past the ranks that are known."""
+    """Return the first rank whose captured energy reaches the share, else one past the known ranks and True."""
     reached = (captured >= share - 1e-12).nonzero().flatten()
     return (int(reached[0]) + 1, False) if len(reached) else (len(captured) + 1, True)
 
@@ -394,7 +394,7 @@ def coefficient_of_variation(modes: Tensor, tokens: Tensor | None = None) -> Ten
 
 
 def change_of_cv(modes: Tensor, earlier: Tensor, tokens: Tensor | None = None) -> Tensor:
-    """How much the CV of ``modes`` [B, r, N, D] may still be off, judged by what led to them from ``earlier``: [B].
+    """Estimate how far the CV of ``modes`` [B, r, N, D] may still be off, by what changed since ``earlier``: [B].
 
     sqrt(sum_j d_j^2) / r with the changes d_j of each mode's CV, which have no common sign. (The change of their mean
     alone can vanish by chance: the truth then lies outside of twice of it in up to one of four cases.)
@@ -405,7 +405,7 @@ def change_of_cv(modes: Tensor, earlier: Tensor, tokens: Tensor | None = None) -
 
 
 def _cv_of_each(modes: Tensor, tokens: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The CV of each mode, 0 where the mode is zero, and whether it is not: [B, r] both."""
+    """Return the CV of each mode (0 where the mode is zero), and whether it is not zero: [B, r] both."""
     norms = modes.norm(dim=-1).double()
     if tokens is not None:
         norms = norms[..., tokens.to(norms.device)]
@@ -417,7 +417,7 @@ def _cv_of_each(modes: Tensor, tokens: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def null_cv(dim: int) -> float:
-    """The CV of a direction drawn at random: token norms are then chi-distributed with D degrees of freedom.
+    """Return the CV of a direction drawn at random: token norms are then chi-distributed with D degrees of freedom.
 
     About 1/sqrt(2 D): 0.036 at D = 384, 0.026 at D = 768. A measured CV at this value says that the vectors look like
     noise, most likely because they have not converged.
@@ -449,7 +449,7 @@ def convergence_table(
     paper_q: tuple[int, ...] = (0, 2, 5),
     streams: Streams,
 ) -> tuple[ConvergenceRow, ...]:
-    """Power iteration from a Gaussian start against reference modes [B, n, r]; total [B] is |J|_F^2.
+    """Compare power iteration from a Gaussian start with reference modes [B, n, r]; total [B] is |J|_F^2.
 
     Costs (max q + 1) r pairs and one JVP per sample.
     """
@@ -469,7 +469,7 @@ def convergence_table(
 
 
 def join_tables(tables: Sequence[tuple[ConvergenceRow, ...]]) -> tuple[ConvergenceRow, ...]:
-    """The tables of several batches as one."""
+    """Join the tables of several batches."""
     return tuple(
         ConvergenceRow(
             rows[0].rounds,
@@ -507,7 +507,7 @@ class Summary:
 
 
 def summarize(pairs: Sequence[tuple[float, float]]) -> Summary:
-    """(value, standard error) per sample -> their mean."""
+    """Return the mean of (value, standard error) pairs, one per sample."""
     count = len(pairs)
     mean = sum(value for value, _ in pairs) / count
     own = math.sqrt(sum(se**2 for _, se in pairs)) / count

@@ -116,7 +116,7 @@ def run_diagnosis(
 
 
 def build_probes(request: DiagnosisRequest, backbone: AnyBackbone) -> list[ProbeMap]:
-    """One probe per distinct layer, all on the same backbone and decoder."""
+    """Build one probe per distinct layer, all on the same backbone and decoder."""
     decoder = build_decoder(request.decoder or backbone.default_decoder, backbone)
     distance = task_distance(request.distance)
     layers = dict.fromkeys(request.layers or (backbone.default_layer,))
@@ -137,7 +137,7 @@ def _place(layer: int | str) -> Any:
 def _diagnose_layer(
     request: DiagnosisRequest, probe: ProbeMap, samples: Samples, progress: Progress
 ) -> tuple[Tractability, Estimate | None]:
-    """The diagnosis of all samples, and K_eff [B] of a probe of several layers."""
+    """Return the diagnosis of all samples, and K_eff [B] of a probe of several layers."""
     reports: list[Tractability] = []
     done = 0
     for index, group in enumerate(samples.groups):
@@ -177,7 +177,7 @@ def _named(group: Group) -> Iterator[None]:
 
 
 def _settings(request: DiagnosisRequest, backbone: AnyBackbone, samples: Samples) -> Mapping[str, Any]:
-    """What `diagnosis.json` says besides its layers."""
+    """Return what `diagnosis.json` says besides its layers."""
     return {
         "model": request.model,
         "family": backbone.family,
@@ -208,7 +208,7 @@ def _record_failure(out: Path, document: dict[str, Any], layer: int | str, error
 
 
 def join_reports(reports: Sequence[Tractability]) -> Tractability:
-    """One report over all samples, its shape and its lowered ranks those of the largest Jacobian, its seed the first's.
+    """Join reports into one over all samples, with shape and lowered ranks of the largest Jacobian, seed of the first.
 
     A smaller Jacobian is one with rows of zeros below: further singular values are 0, and kappa at a rank that it does
     not have is what it is at its own. Importance [B, N] has NaN behind the tokens of samples with fewer of them.
@@ -242,7 +242,7 @@ def _max_rank(report: Tractability) -> int:
 
 
 def _extended(sample: SampleDiagnosis, own: Tractability, largest: Tractability) -> SampleDiagnosis:
-    """With the ranks and the number of singular values of the largest."""
+    """Extend a sample to the ranks and the number of singular values of the largest Jacobian."""
     missing = max(largest.ranks_used) - len(sample.singular_values)
     return replace(
         sample,

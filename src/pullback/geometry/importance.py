@@ -41,7 +41,10 @@ def block_norms(
     known: OutputSpace | None = None,
     streams: Streams,
 ) -> BlockNorms:
-    """Unbiased for every ``known`` that does not depend on these probes. Costs ``num_probes`` VJPs."""
+    """Estimate the squared block norms of J from ``num_probes`` VJPs.
+
+    ``known``: output directions whose part is exact; the estimate is unbiased if they do not depend on these probes.
+    """
     if num_probes < 2:
         raise PullbackError(f"num_probes: expected at least 2, for an error bar, got {num_probes}.")
     _check_tokens(tokens, op.cols)
@@ -59,7 +62,7 @@ def block_norms(
 
 
 def exact_block_norms(column_energies: Tensor, tokens: int, *, round_off: float) -> BlockNorms:
-    """Block norms from the squared norms [B, N*D] of all columns of J, which the exact route has at hand.
+    """Return block norms from the squared norms [B, N*D] of all columns of J, which the exact route has at hand.
 
     ``round_off``: of the operator whose columns these are.
     """
@@ -87,7 +90,7 @@ def _check_tokens(tokens: int, cols: int) -> None:
 def quick_importance(
     op: LinearOperator, tokens: int, rank: int, *, width: int = 32, rounds: int = 3, streams: Streams
 ) -> Tensor:
-    """imp* [B, N] to a few in a thousand, for (2 rounds + 1) ``width`` products. Leading modes lose least."""
+    """Compute imp* [B, N] to a few in a thousand, by (2 rounds + 1) ``width`` products. Leading modes lose least."""
     if not rank <= width <= op.rows:
         raise RankError(f"width: expected rank <= width <= {op.rows} outputs, got {width} at rank {rank}.")
     columns = orthonormalize(streams.gaussian(op.rows, width, op.dtype).to(op.device))

@@ -23,7 +23,7 @@ class LayeredProbe(Probe, Protocol):
 
 
 def layer_multiplicity(probe: LayeredProbe, images: Tensor, *, num_probes: int = 16, seed: int = 0) -> Estimate:
-    """K_eff [B]: 1 if the layers' Jacobians act on the same output directions, K if on orthogonal ones.
+    """Estimate K_eff [B]: 1 if the layers' Jacobians act on the same output directions, K if on orthogonal ones.
 
     With J = [J_1 | ... | J_K] and A_k = J_k J_k^T in output space, the alignment of two layers is the cosine
     c_kl = <A_k, A_l> / (|A_k| |A_l|) and K_eff = K^2 / sum_kl c_kl, over the layers that have any effect. All inner

@@ -49,7 +49,7 @@ TokenModes = Callable[[Tensor, Context], Tensor]  # (tokens [B, N, D], context) 
 def exact_importance(
     probe: ProbeMap, rank: int = 20, *, method: str = "auto", rtol: float = 1e-3, seed: int = 0
 ) -> TokenScore:
-    """imp* by the Jacobian itself.
+    """Return imp* by the Jacobian itself, as a score of tokens.
 
     ``method``: see `randnla.modes`; "krylov" goes on until the energies are accurate to ``rtol``. Every image uses the
     same ``seed``, so its score is its own.
@@ -65,7 +65,7 @@ def exact_importance(
 def exact_modes(
     probe: ProbeMap, rank: int = 20, *, method: str = "auto", rtol: float = 1e-3, seed: int = 0
 ) -> TokenModes:
-    """sigma_j v_j [B, r, N, D] by the Jacobian itself; the arguments are those of `exact_importance`."""
+    """Return sigma_j v_j [B, r, N, D] by the Jacobian itself; the arguments are those of `exact_importance`."""
     metric_at = _metric(probe, rank, method, rtol, seed)
 
     def modes(tokens: Tensor, context: Context) -> Tensor:
@@ -75,7 +75,7 @@ def exact_modes(
 
 
 def exact_block_norms(probe: ProbeMap, num_probes: int | None = None, *, seed: int = 0) -> TokenScore:
-    """|J_:,t|_F over all output directions: min(M, N D) products, or ``num_probes`` VJPs (squares unbiased)."""
+    """Return |J_:,t|_F as a score of tokens: by min(M, N D) products, or by ``num_probes`` VJPs (squares unbiased)."""
 
     def score(tokens: Tensor, context: Context) -> Tensor:
         def work(op: JacobianOperator, shape: torch.Size, streams: Streams) -> Tensor:
@@ -91,7 +91,7 @@ def exact_block_norms(probe: ProbeMap, num_probes: int | None = None, *, seed: i
 
 
 def block_energies(op: LinearOperator, tokens: int) -> Tensor:
-    """|J_:,t|_F^2 [B, N] in float64, exactly: the identity of the shorter side goes through, a few columns at a time.
+    """Compute |J_:,t|_F^2 [B, N] in float64, exactly: products with the identity of the shorter side, in slices.
 
     J is never held: a dense decoder's would not fit.
     """
@@ -132,7 +132,7 @@ def _metric(
 
 
 def _per_part(probe: ProbeMap, tokens: Tensor, context: Context, work: Callable, seed: int, rank: int = 20) -> list:
-    """work(J, [N, D], streams) for as many samples at a time as memory holds."""
+    """Call work(J, [N, D], streams) on as many samples at a time as memory holds."""
     _check_probe(probe)
     features = _features(probe, tokens, context)
 
@@ -147,12 +147,12 @@ def _per_part(probe: ProbeMap, tokens: Tensor, context: Context, work: Callable,
 
 
 def _from_here(probe: ProbeMap, context: Context, samples: slice) -> ProbeMap:
-    """The probe map that starts at the stage's layer; with rotary positions, those of the tokens that are left."""
+    """Return the probe map that starts at the stage's layer, with the rotary positions of the tokens that are left."""
     return replace(probe, backbone=probe.backbone.gathered(context.positions[samples]), at=context.layer)
 
 
 def _features(probe: ProbeMap, tokens: Tensor, context: Context) -> Tensor:
-    """The tokens as features of the probe map, with the layers below that its decoder reads."""
+    """Return the tokens as features of the probe map, with the layers below that its decoder reads."""
     if tokens.ndim != 3 or tokens.shape[-1] != probe.backbone.dim:
         raise ShapeError(f"tokens: expected [B, N, {probe.backbone.dim}] of {probe.backbone.name}, got {_size(tokens)}")
     if probe.decoder.rows is None and tokens.shape[1] != context.layout.tokens:

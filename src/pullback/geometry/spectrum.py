@@ -40,12 +40,12 @@ class Spectrum:
         return len(self.singular_values)
 
     def metric(self, floor: float = 0.0) -> LowRankMetric:
-        """The rank-r pullback metric eps I + sum_j sigma_j^2 v_j v_j^T."""
+        """Return the rank-r pullback metric eps I + sum_j sigma_j^2 v_j v_j^T."""
         return LowRankMetric(self.modes, self.singular_values.square(), floor)
 
 
 def as_token_maps(columns: Tensor, shape: torch.Size) -> Tensor:
-    """[B, N*D, r] -> [B, r, N, D]: the one place that turns flat columns into token maps."""
+    """Turn flat columns [B, N*D, r] into token maps [B, r, N, D]."""
     return columns.mT.unflatten(-1, shape)
 
 
@@ -66,7 +66,7 @@ def spectrum(
     batch_size: int | None = None,
     on_progress: Callable[[int], None] | None = None,
 ) -> Spectrum:
-    """The leading ``rank`` modes of J at these images [B, 3, H, W].
+    """Compute the leading ``rank`` modes of J at these images [B, 3, H, W].
 
     ``method``: "auto" (the cheaper of exact and krylov), "exact", "krylov", or "paper" (Algorithm 2 literally, with
     ``power_iters`` and ``sketch_width``; with ``rayleigh_ritz`` its better twin). ``rtol`` asks for smaller error bars.
@@ -110,7 +110,7 @@ def spectrum(
 
 
 def token_importance(spectrum: Spectrum) -> Tensor:
-    """imp*_t = sqrt(sum_j sigma_j^2 |v_j^(t)|^2), `eq:imp_target`: [B, N]."""
+    """Return the importance of each token, imp*_t = sqrt(sum_j sigma_j^2 |v_j^(t)|^2) (`eq:imp_target`): [B, N]."""
     return spectrum.metric().importance()
 
 
@@ -145,7 +145,7 @@ class Sketched:
 
 
 def output_size(probe: Probe, features: Tensor) -> int:
-    """Rows of J, from one sample: M, or k with an output metric of rank k."""
+    """Return the number of rows of J, from one sample: M, or k with an output metric of rank k."""
     return JacobianOperator(probe, features[:1]).rows
 
 
@@ -173,7 +173,7 @@ def sketch_in_batches(
 
 
 def in_batches(work: Callable[[Tensor, int], _Result], features: Tensor, size: int) -> Iterator[_Result]:
-    """work(part, first) for the samples first, first + 1, ... of each part, halving it when memory runs out.
+    """Call work(part, first) on the samples first, first + 1, ... of each part, halving it when memory runs out.
 
     What was finished before has then been handed over, and is not done again.
     """
@@ -210,7 +210,7 @@ def _sketch(
     streams: Streams,
     knobs: dict[str, Any],
 ) -> Sketch:
-    """A function of its own, so that the operator is gone before the next batch is linearised."""
+    """Sketch one batch; in a function of its own, so that the operator is gone before the next is linearised."""
     operator = JacobianOperator(probe, part, precision=precision)
     with finite_products(operator, streams, first):
         result = sketch(operator, rank, streams=streams, **knobs)
@@ -220,7 +220,7 @@ def _sketch(
 
 @contextmanager
 def finite_products(operator: JacobianOperator, streams: Streams, first: int) -> Iterator[None]:
-    """What eigh says to NaN, said of the samples ``first``, ``first`` + 1, ... that cause it."""
+    """Raise, where eigh meets NaN, an error that names the samples ``first``, ``first`` + 1, ... that cause it."""
     try:
         yield
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
@@ -229,7 +229,10 @@ def finite_products(operator: JacobianOperator, streams: Streams, first: int) ->
 
 
 def samples_that_fit(probe: Probe, features: Tensor, rank: int) -> int:
-    """From the memory of a dense J or a Krylov basis, whichever is smaller; the linearisation is of the same order."""
+    """Return how many samples to take at a time, by the memory of a dense J or a Krylov basis, whichever is smaller.
+
+    The linearisation needs memory of the same order.
+    """
     inputs = features[0].numel()
     columns = max(1, min(output_size(probe, features), inputs, 20 * rank))
     return within_memory(6 * columns * inputs * features.element_size(), features.device, MAX_SAMPLES)

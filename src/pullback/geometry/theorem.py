@@ -179,7 +179,7 @@ def pruning_bound(
     *,
     block_norms: Tensor | None = None,
 ) -> PruningBound:
-    """Every term of the theorem for phi at F = ``full`` and F^ = ``pruned`` [B, N, D], T = ``removed`` [B, N] bool.
+    """Measure every term of the theorem at F = ``full``, F^ = ``pruned`` [B, N, D], T = ``removed`` [B, N] bool.
 
     ``phi``: a `ProbeMap` at the last layer, one at the decoder's inputs (its tensor holds all layers that the decoder
     reads), or any function [B, N, D] -> [B, ...] whose samples do not mix. ``full`` may carry layers below

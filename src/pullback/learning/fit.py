@@ -49,7 +49,7 @@ class StepConfig:
     seed: int
 
     def rate(self, step: int) -> float:
-        """The learning rate of a step: linear warm-up, then half a cosine to zero."""
+        """Return the learning rate of a step: linear warm-up, then half a cosine to zero."""
         if step < self.warmup:
             return self.learning_rate * (step + 1) / self.warmup
         progress = (step - self.warmup) / max(1, self.steps - self.warmup)
@@ -108,7 +108,7 @@ class Share:
     world: int = 1
 
     def of(self, rows: Tensor) -> Tensor:
-        """rows [batch] -> [batch / world]."""
+        """Return the rows of this process: [batch] -> [batch / world]."""
         return rows[self.rank :: self.world]
 
 
@@ -192,7 +192,7 @@ class Training(Generic[_Network, _Config]):
         return numbers, norm
 
     def state(self) -> dict[str, Any]:
-        """Everything that a run needs to go on exactly."""
+        """Return everything that a run needs to go on exactly."""
         return {
             "step": self.step,
             "network": self.network.state_dict(),
@@ -211,7 +211,7 @@ class Training(Generic[_Network, _Config]):
 
 
 def adamw(parameters: Iterable[nn.Parameter], config: StepConfig, *, fused: bool | None = None) -> torch.optim.AdamW:
-    """AdamW under which matrices decay, and biases, scales and other vectors do not."""
+    """Make an AdamW under which matrices decay, and biases, scales and other vectors do not."""
     own = list(parameters)
     groups = [
         {"params": [p for p in own if p.ndim > 1], "weight_decay": config.weight_decay},
@@ -269,7 +269,7 @@ class _Run(Training[Pretrained, FitConfig]):
         return {"loss": loss.item(), **numbers}
 
     def validate(self) -> Mapping[str, float]:
-        """Scores of the averaged weights, which become the best ones where they are."""
+        """Score the averaged weights, and keep them if they are the best so far."""
         scores = self._from_first(self._scores)  # of one process, so that all of them stop at the same step
         if math.isnan(scores["score"]):
             raise PullbackError(
@@ -316,13 +316,13 @@ class _Run(Training[Pretrained, FitConfig]):
         self.best, self.best_step, self.waited = state["best"], state["best_step"], state["waited"]
 
     def _configuration(self) -> dict[str, Any]:
-        """The settings of the run and of the network, which must be the same when the run goes on."""
+        """Return the settings of the run and of the network, which must be the same when the run goes on."""
         network = {"kind": self.network.kind, **asdict(self.network.config)}
         of_network = {f"network.{key}": value for key, value in network.items() if key != "scores"}
         return asdict(self.config) | self.settings | of_network
 
     def _from_first(self, compute: Callable[[], _Value]) -> _Value:
-        """What process 0 computes, in every process: they share neither a folder nor the last digit of a score."""
+        """Return in every process what process 0 computes; they may share neither a folder nor a score's last digit."""
         if self.share.world == 1:
             return compute()
         box: list[Any] = [compute() if self.share.rank == 0 else None]
@@ -330,7 +330,7 @@ class _Run(Training[Pretrained, FitConfig]):
         return box[0]
 
     def _called(self, network: nn.Module) -> Network:
-        """The network in the precision of the run: features, products and losses around it keep theirs."""
+        """Return the network in the precision of the run: features, products and losses around it keep theirs."""
 
         def call(features: Tensor) -> Any:
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16"):
@@ -340,7 +340,7 @@ class _Run(Training[Pretrained, FitConfig]):
 
 
 def _parallel(network: nn.Module, batch: int) -> tuple[Share, nn.Module]:
-    """This process's share, and the network as it is to be called in training."""
+    """Return this process's share, and the network as it is to be called in training."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return Share(batch), network
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -392,7 +392,7 @@ class CurrentBlock(Generic[Block]):
         self._held: tuple[int, Block] | None = None
 
     def at(self, step: int) -> Block:
-        """The block of a step; a new one is made when the last is used up."""
+        """Return the block of a step; a new one is made when the last is used up."""
         number = step // self._steps
         if self._held is None or self._held[0] != number:
             self._held = None  # its memory is needed

@@ -32,7 +32,7 @@ class HeadConfig:
 
 
 class ImportanceHead(Pretrained):
-    """Scores tokens by how much the task's output depends on them, without any Jacobian.
+    """A network that scores tokens by how much the task's output depends on them, without any Jacobian.
 
     Linear D -> H; pre-norm attention over all tokens with inner width H/4, residual; pre-norm MLP H -> 3H/4 -> 1 with
     GELU; Softplus. 313,409 parameters at D = 768, H = 256. With ``rounds`` = 2, 3, ... there are that many rounds of
@@ -84,15 +84,15 @@ class ImportanceHead(Pretrained):
         return self.config.origin.layer
 
     def forward(self, features: Tensor) -> Tensor:
-        """features [B, N, D] -> scores [B, N] > 0, any N."""
+        """Score features [B, N, D], any N: [B, N] > 0."""
         return self.scores_of(self.state(features))
 
     def logits(self, features: Tensor) -> Tensor:
-        """What goes into the Softplus [B, N]: tokens in the same order as by their scores."""
+        """Return what goes into the Softplus [B, N]: it orders tokens as their scores do."""
         return self._logits_of(self.state(features))
 
     def state(self, features: Tensor) -> Tensor:
-        """What the last MLP reads of every token: [B, N, H]."""
+        """Return what the last MLP reads of every token: [B, N, H]."""
         if features.ndim != 3 or features.shape[-1] != self.config.dim:
             raise ShapeError(f"features: expected [B, N, {self.config.dim}], got {list(features.shape)}.")
         x = self.project(features.to(self.project.weight.dtype))
@@ -102,7 +102,7 @@ class ImportanceHead(Pretrained):
         return self.norm2(x)
 
     def scores_of(self, state: Tensor) -> Tensor:
-        """state [B, N, H] -> scores [B, N] > 0."""
+        """Return the scores [B, N] > 0 of a state [B, N, H]."""
         return F.softplus(self._logits_of(state)).clamp_min(torch.finfo(torch.float32).tiny)
 
     def _logits_of(self, state: Tensor) -> Tensor:
@@ -139,7 +139,7 @@ class Round(nn.Module):
 
 
 def attend(qkv: Tensor, heads: int) -> Tensor:
-    """Attention of queries, keys and values [B, N, 3 I], side by side -> [B, N, I]."""
+    """Attend with queries, keys and values side by side, [B, N, 3 I] -> [B, N, I]."""
     q, k, v = qkv.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
@@ -156,5 +156,5 @@ def standardise_inputs(layer: nn.Linear, features: Tensor) -> None:
 
 
 def inverse_softplus(value: Tensor) -> Tensor:
-    """log(exp(value) - 1), for values > 0 of any size."""
+    """Return log(exp(value) - 1), for values > 0 of any size."""
     return value + torch.log(-torch.expm1(-value))

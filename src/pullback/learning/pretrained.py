@@ -65,12 +65,12 @@ class Pretrained(nn.Module):
     @classmethod
     @abstractmethod
     def config_from_dict(cls, stored: Mapping[str, Any]) -> Any:
-        """The config from what config.json holds."""
+        """Return the config from what config.json holds."""
 
     @classmethod
     @abstractmethod
     def from_config(cls: type[_Model], config: Any) -> _Model:
-        """The network with random weights."""
+        """Return the network with random weights."""
 
     def describe(self: _Model, **changes: Any) -> _Model:
         """Set what the network was made for (``origin``), its ``scores``, or another field of its config."""
@@ -109,7 +109,7 @@ class Pretrained(nn.Module):
         return model.to(device).eval()
 
     def push_to_hub(self, repo_id: str, *, private: bool = False, token: str | None = None) -> str:
-        """Upload the three files; returns the address of the commit. Needs a login (`hf auth login`) or ``token``."""
+        """Upload the three files; return the address of the commit. Needs a login (`hf auth login`) or ``token``."""
         import tempfile
 
         from huggingface_hub import HfApi
@@ -122,7 +122,7 @@ class Pretrained(nn.Module):
         return str(commit.commit_url)
 
     def card(self) -> str:
-        """The model card: what it is, what it was made for, and the scores that were measured."""
+        """Return the model card: what it is, what it was made for, and the scores that were measured."""
         origin, scores = self.config.origin, self.config.scores
         lines = ["---", "library_name: pullback", "tags: [pullback, vision-transformer]", "---", "", f"# {self.title}"]
         lines += ["", self.__class__.__doc__.strip().splitlines()[0] if self.__class__.__doc__ else "", ""]
@@ -137,7 +137,7 @@ class Pretrained(nn.Module):
 
 
 def _document(name: str) -> dict[str, Any]:
-    """What config.json holds; an empty dict where that is no object."""
+    """Return what config.json holds; an empty dict where that is no object."""
     try:
         document = json.loads(_file(name, CONFIG).read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:

@@ -33,7 +33,7 @@ class SpnConfig:
 
 
 class SpectralPullbackNetwork(Pretrained):
-    """Predicts the rank-r task metric eps I + U diag(lambda) U^T of a feature map, without any Jacobian.
+    """A network that predicts the rank-r task metric eps I + U diag(lambda) U^T of a feature map, without any Jacobian.
 
     Linear D -> H, pre-norm attention blocks, per token D r coordinates, orthonormalised over all tokens together;
     the energies from the pooled tokens through an MLP and a Softplus. With ``latent`` = (K, d), U lives in R^(K d):
@@ -82,7 +82,7 @@ class SpectralPullbackNetwork(Pretrained):
         return cls(*sizes, blocks=config.blocks, floor=config.floor, latent=config.latent, config=config)
 
     def forward(self, features: Tensor) -> LowRankMetric:
-        """features [B, N, D] -> modes [B, r, N, D], or [B, r, K, d] in a latent space, and energies [B, r]."""
+        """Predict modes [B, r, N, D], or [B, r, K, d] in a latent space, and energies [B, r] of features [B, N, D]."""
         if features.ndim != 3 or features.shape[-1] != self.config.dim:
             raise ShapeError(f"features: expected [B, N, {self.config.dim}], got {list(features.shape)}.")
         x = self.project(features.to(self.project.weight.dtype))
@@ -154,7 +154,7 @@ class AttentionBlock(nn.Module):
 
 
 def orthonormal_columns(columns: Tensor) -> Tensor:
-    """The Q of a QR of columns [B, n, r], differentiable: Q = X R^-1 with X^T X = R^T R, twice for its last digits.
+    """Return the Q of a QR of columns [B, n, r], differentiable: Q = X R^-1 with X^T X = R^T R, done twice.
 
     A batched QR of tall blocks runs column by column on a GPU; this is two products and a small Cholesky. They are in
     float64 whatever the columns are: a Gram matrix squares their condition, and autocast leaves float64 alone. Columns

@@ -116,7 +116,7 @@ def train_head(
 def new_head(
     examples: HeadExamples, width: int = 256, heads: int = 4, *, target: str = "importance", seed: int = 0
 ) -> ImportanceHead:
-    """A random head where the features are, with the spread and the level of the first 256 examples folded in."""
+    """Make a random head where the features are, with the spread and the level of the first 256 examples folded in."""
     rows = torch.arange(min(256, len(examples)))
     features = examples.features(rows)
     with torch.random.fork_rng(devices=[]):
@@ -126,7 +126,7 @@ def new_head(
 
 
 def check_stores(probe: ProbeMap, stores: Sequence[TargetStore]) -> None:
-    """Refuse targets of other features than the probe's."""
+    """Raise an error for stores whose targets are of other features than the probe's."""
     asked: dict[str, Any] = {
         "family": probe.backbone.family,
         "weights": weights_hash(probe.backbone.model),
@@ -144,7 +144,7 @@ def check_stores(probe: ProbeMap, stores: Sequence[TargetStore]) -> None:
 
 
 def origin_of(probe: ProbeMap, rank: int, *sizes: tuple[int, int]) -> Origin:
-    """What a network is made for that was trained on this probe with images of these sizes."""
+    """Return what a network is made for that was trained on this probe with images of these sizes."""
     return Origin(
         family=probe.backbone.family,
         weights=weights_hash(probe.backbone.model),
@@ -218,7 +218,7 @@ class HeadTask:
 
 @torch.no_grad()
 def head_scores(network: Network, examples: HeadExamples, *, batch: int = 64) -> dict[str, float]:
-    """Spearman's rho over the tokens of each image, mean and standard error over images; all tokens and patches."""
+    """Return Spearman's rho over the tokens of each image: mean and standard error over images, and over patches."""
     everything, patches = [], []
     for rows in torch.arange(len(examples)).split(batch):
         scores = network(examples.features(rows)).float()
@@ -229,13 +229,13 @@ def head_scores(network: Network, examples: HeadExamples, *, batch: int = 64) ->
 
 
 def rho_summary(everything: Tensor, patches: Tensor) -> dict[str, float]:
-    """The scores of a head, from the rho [n] of each image over all tokens and over patches."""
+    """Return the scores of a head, from the rho [n] of each image over all tokens and over patches."""
     rho, error = mean_and_error(everything)
     return {"score": rho, "rho": rho, "rho_se": error, "rho_patches": mean_and_error(patches)[0]}
 
 
 def mean_map_scores(train: HeadExamples, held_out: HeadExamples) -> dict[str, float]:
-    """The baseline that looks at no image: the mean of the training maps, each with mean 1 so that none dominates."""
+    """Score the baseline that looks at no image: the mean of the training maps, each scaled to mean 1."""
     if train.target.shape[1] != held_out.target.shape[1]:
         raise ShapeError(
             f"held_out: expected the {train.target.shape[1]} tokens of the training maps, got "
@@ -252,8 +252,8 @@ def mean_map_scores(train: HeadExamples, held_out: HeadExamples) -> dict[str, fl
 def distilled_examples(
     spn: Callable[[Tensor], LowRankMetric], features: Reader, count: int, *, prefix: int = 1, batch: int = 64
 ) -> HeadExamples:
-    """Examples 0, ..., count - 1 whose target is the importance that an SPN predicts, sqrt(sum_j lambda_j |u_j^(t)|^2),
-    in place of the exact one: they need no Jacobian. ``features`` as in `HeadExamples`."""
+    """Make examples 0, ..., count - 1 whose target is the importance that an SPN predicts, sqrt(sum_j lambda_j
+    |u_j^(t)|^2), in place of the exact one: they need no Jacobian. ``features`` as in `HeadExamples`."""
     if count < 1:
         raise PullbackError(f"count: expected at least one example, got {count}.")
     parts = []
@@ -287,8 +287,10 @@ class StoredRows:
         keep_features: bool = True,
         on_progress: Callable[[int], None] | None = None,
     ) -> StoredRows:
-        """All rows of a store. ``images``: where the images are now, if not where the store says. Features are held as
-        in `kept`, or computed anew each time; either way from the pixels that the store's targets are of."""
+        """Take all rows of a store. ``images``: where the images are now, if not where the store says.
+
+        Features are held as in `kept`, or computed anew each time, from the pixels that the targets are of.
+        """
         table, config = store.read(modes=False), store.config
         height, width = config["size"]
         wanted = PixelFormat.of((height, width), config["mean"], config["std"], config["interpolation"])
@@ -301,17 +303,17 @@ class StoredRows:
         return len(self.table)
 
     def select(self, rows: Sequence[int]) -> StoredRows:
-        """These rows, in this order."""
+        """Return these rows, in this order."""
         index = torch.tensor(rows)
         return StoredRows(self.table.select(rows), lambda wanted: self.features(index[wanted.cpu()]), self.prefix)
 
     def split(self, share: float) -> tuple[StoredRows, StoredRows]:
-        """(training, held out) as in `split_by_image`."""
+        """Split into (training, held out) as in `split_by_image`."""
         train, held_out = split_by_image(self.table, share)
         return self.select(train), self.select(held_out)
 
     def examples(self, target: str = "importance") -> HeadExamples:
-        """The examples of a head: imp* (`eq:imp_target`), or the block norms of the paper's ablation E.1."""
+        """Return the examples of a head: imp* (`eq:imp_target`), or the block norms of the paper's ablation E.1."""
         if target not in TARGETS:
             raise PullbackError(f"target: expected one of {', '.join(TARGETS)}, got {target!r}.")
         wanted = self.table.importance if target == "importance" else self.table.block_norm
@@ -320,7 +322,7 @@ class StoredRows:
 
 @dataclass(frozen=True)
 class ImageRow:
-    """An image, whole or a crop of it; with ``sha256`` the very image that it was."""
+    """An image, whole or a crop of it; ``sha256`` is that of the file when its targets were computed."""
 
     item: ImageItem
     crop: Crop | None = None
@@ -334,7 +336,7 @@ class ImageRow:
 
 
 def rows_of_table(table: TargetTable, source: ImageSource | Source) -> list[ImageRow]:
-    """The images behind the rows of a table."""
+    """Find the images behind the rows of a table."""
     items = {item.key: item for item in open_source(source)}
     missing = [key for key in table.keys if key not in items]
     if missing:
@@ -347,7 +349,7 @@ def rows_of_table(table: TargetTable, source: ImageSource | Source) -> list[Imag
 
 
 def readable_rows(source: ImageSource | Source, wanted: PixelFormat, limit: int | None = None) -> list[ImageRow]:
-    """The images of a source that can be read: an unreadable one must not stop a training run in its middle."""
+    """List the images of a source that can be read: an unreadable one must not stop a training run in its middle."""
 
     def can_be_read(row: ImageRow) -> bool:
         try:
@@ -365,7 +367,7 @@ def readable_rows(source: ImageSource | Source, wanted: PixelFormat, limit: int 
 
 
 def feature_reader(probe: ProbeMap, rows: Sequence[ImageRow], wanted: PixelFormat) -> Reader:
-    """A reader that computes the features of these rows anew each time, on the probe's device.
+    """Return a reader that computes the features of these rows anew each time, on the probe's device.
 
     Where the decoder reads layers below the probe, the features carry them, as `probe.features` has them."""
     pool = ThreadPoolExecutor(READERS)
@@ -378,8 +380,10 @@ def feature_reader(probe: ProbeMap, rows: Sequence[ImageRow], wanted: PixelForma
 
 
 def kept(reader: Reader, count: int, *, on_progress: Callable[[int], None] | None = None) -> Reader:
-    """The same reader with everything computed once and held in float16 where the features are: 0.2 MB an image for
-    DINOv2-S at 224 px. Rounding moves a feature by 5e-4 of its size at most."""
+    """Return a reader that computes everything once and holds it in float16 where the features are.
+
+    That takes 0.2 MB an image for DINOv2-S at 224 px; rounding moves a feature by 5e-4 of its size at most.
+    """
     if count < 1:
         raise PullbackError(f"count: expected at least one row, got {count}.")
     held: Tensor | None = None
@@ -398,14 +402,14 @@ def kept(reader: Reader, count: int, *, on_progress: Callable[[int], None] | Non
 
 
 def _plain(features: Tensor) -> Tensor:
-    """Features without the layers below, which a head does not read."""
+    """Return the features without the layers below, which a head does not read."""
     return features.as_subclass(Tensor)
 
 
 def split_by_image(table: TargetTable, share: float) -> tuple[list[int], list[int]]:
-    """(training rows, held-out rows): about ``share`` of the images are held out, all crops of an image together.
+    """Split into (training rows, held-out rows): about ``share`` of the images, all crops of an image together.
 
-    By a hash of the image, so that the same images are held out whatever else is in the table."""
+    They are chosen by a hash of the image, so that the same images are held out whatever else is in the table."""
     if not 0 < share < 1:
         raise PullbackError(f"held_out: expected a share between 0 and 1, or a store of its own, got {share}.")
     chosen = [int(digest[:8], 16) < share * 2**32 for digest in table.image_sha256]
@@ -416,7 +420,7 @@ def split_by_image(table: TargetTable, share: float) -> tuple[list[int], list[in
 
 
 def fingerprint(table: TargetTable, config: Mapping[str, Any]) -> str:
-    """A hash of rows and how they were computed, wherever the images lie: other rows, or another order, train another
+    """Hash rows and how they were computed, wherever the images lie: other rows, or another order, train another
     head."""
     known = {name: value for name, value in config.items() if name not in (*NOT_COMPARED, "source")}
     rows = list(zip(table.keys, table.crop_index, table.image_sha256, strict=True))
@@ -424,5 +428,5 @@ def fingerprint(table: TargetTable, config: Mapping[str, Any]) -> str:
 
 
 def hash_of(plain: Any) -> str:
-    """A short hash of anything that JSON can hold."""
+    """Return a short hash of anything that JSON can hold."""
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]

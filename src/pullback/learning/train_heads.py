@@ -157,7 +157,7 @@ class LayerStream:
 
 
 def _varied_pictures(stream: FreshCrops | LayerStream, generator: torch.Generator) -> Tensor:
-    """The next ``batch`` pictures, drawn with replacement and varied, as the backbone wants them [batch, 3, H, W]."""
+    """Draw the next ``batch`` pictures with replacement, varied and normalised for the backbone: [batch, 3, H, W]."""
     rows = torch.randint(len(stream.pictures), (stream.batch,), generator=generator)
     chosen = stream.pictures[rows.to(stream.pictures.device)].to(stream.probe.device)
     pictures = varied(chosen.float() / 255, stream.size, stream.variation, generator)
@@ -168,7 +168,7 @@ def _varied_pictures(stream: FreshCrops | LayerStream, generator: torch.Generato
 def block_norms_of_layers(
     probe: ProbeMap, images: Tensor, layers: Sequence[int], *, num_probes: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(F^l [L, B, N, D], block norms [L, B, N], the normed last layer [B, N, D]) of images [B, 3, H, W].
+    """Compute (F^l [L, B, N, D], block norms [L, B, N], the normed last layer [B, N, D]) of images [B, 3, H, W].
 
     On a GPU the blocks run in bf16 with a float32 residual stream: the products lose 1e-2, far less than their noise.
     """
@@ -203,7 +203,7 @@ def block_norms_of_layers(
 
 
 def principal_components(tokens: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Mean [D] and directions [D, count] of tokens [..., D], scaled so that every coordinate has spread 1."""
+    """Return mean [D] and directions [D, count] of tokens [..., D], scaled so that every coordinate has spread 1."""
     flat = tokens.flatten(0, -2).double()
     mean = flat.mean(0)
     values, vectors = torch.linalg.eigh((flat - mean).mT @ (flat - mean) / len(flat))
@@ -213,7 +213,7 @@ def principal_components(tokens: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class GroupConfig:
-    """Which heads: (name, place of its layer in the stream, width, rounds)."""
+    """The heads of a group: (name, place of its layer in the stream, width, rounds) each."""
 
     dim: int
     hints: int
@@ -295,7 +295,7 @@ class GroupTask:
         return torch.stack(losses).sum(), {}
 
     def _dropped(self, features: Tensor, generator: torch.Generator) -> Tensor:
-        """By draws that follow from the step, so that a run that goes on has the same ones."""
+        """Drop entries of the features, by draws that follow from the step, so that a run that goes on has the same."""
         if not self.dropout:
             return features
         seed = int(torch.randint(1 << 62, (), generator=generator))
@@ -304,7 +304,7 @@ class GroupTask:
         return features * kept / (1 - self.dropout)
 
     def validate(self, network: Network) -> Mapping[str, float]:
-        """Of every head; the mean of their rho decides."""
+        """Score every head; the mean of their rho decides."""
         scores: dict[str, float] = {}
         for name, place, _, _ in self.group.config.heads:
             found = head_scores(self.group.head(name), self.held_out[place])

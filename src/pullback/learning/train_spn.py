@@ -129,7 +129,7 @@ def held_out_modes(
     limit: int | None = None,
     progress: Progress | None = None,
 ) -> SpnExamples:
-    """Feature maps of these images with their leading modes, exact or accurate to 1e-3."""
+    """Compute the leading modes of these images, exact or accurate to 1e-3, with the way to their features."""
     wanted = probe.pixel_format(size)
     table = _modes(probe, images, rank, wanted.size, limit, "computing held-out modes", progress or Silent())
     assert table.modes is not None
@@ -147,7 +147,7 @@ def _modes(
     what: str,
     progress: Progress,
 ) -> TargetTable:
-    """Targets of these images with their modes, told to ``progress`` as ``what``."""
+    """Compute targets of these images with their modes, told to ``progress`` as ``what``."""
     source = open_source(images)
     if source.count is None:
         progress.stage(what)
@@ -223,7 +223,7 @@ Supervised = tuple[Tensor, Mapping[str, float]]
 def supervision_of(
     name: str, probe: ProbeMap, *, power_iters: int, sketch_width: int | None, precision: str
 ) -> Supervision:
-    """The supervision with this name on the command line."""
+    """Return the supervision with this name on the command line."""
     choices: dict[str, Callable[[], Supervision]] = {
         "randnla": lambda: RandNLA(probe, power_iters, sketch_width, precision=precision),
         "spectral": lambda: Spectral(probe, precision=precision),
@@ -283,7 +283,7 @@ class Spectral:
 
 @dataclass(frozen=True)
 class DistanceMatching:
-    """Naive: the predicted length of F_2 - F_1 against the distance of the two outputs, for pairs of a batch.
+    """The other naive supervision: the predicted length of F_2 - F_1 against the distance of the two outputs.
 
     Pairs are neighbours within a process, so several processes compare other pairs than one does.
     """
@@ -302,7 +302,7 @@ class DistanceMatching:
 
 @dataclass(frozen=True)
 class RandomDirections:
-    """Naive: v^T g v against |J v|^2 for random unit v."""
+    """The naive supervision of section 5.1: v^T g v against |J v|^2 for random unit v."""
 
     probe: Probe
     count: int = 20
@@ -347,7 +347,7 @@ class ExampleScores:
 
 @torch.no_grad()
 def example_scores(network: MetricNetwork, examples: SpnExamples, *, batch: int = 16) -> ExampleScores:
-    """V_1 of every example, and its predicted energies against the exact total, ``batch`` examples at a time."""
+    """Return V_1 of every example, and its predicted energies against the exact total, ``batch`` examples at a time."""
     whole, patches, share = [], [], []
     for rows in torch.arange(len(examples)).split(batch):
         metric = network(examples.features(rows))
@@ -359,7 +359,7 @@ def example_scores(network: MetricNetwork, examples: SpnExamples, *, batch: int 
 
 
 def spn_scores(network: MetricNetwork, examples: SpnExamples, *, batch: int = 16) -> dict[str, float]:
-    """V_1 over all tokens and without the prefix (CLS) block, with standard errors over images, and how far the
+    """Return V_1 over all tokens and without the prefix (CLS) block, with standard errors over images, and how far the
     predicted energies are from the exact ones: the share of the total that they add up to, against kappa_cap."""
     found = example_scores(network, examples, batch=batch)
     kappa = examples.singular_values.double().square().sum(1) / examples.total.double()
@@ -377,8 +377,8 @@ def spn_scores(network: MetricNetwork, examples: SpnExamples, *, batch: int = 16
 
 
 def comparison_row(name: str, found: ExampleScores, constant: ExampleScores) -> dict[str, Any]:
-    """Mean V_1 of a network, and its paired lead over the constant subspace with half the width of its 95 % interval:
-    t_{0.975, n-1} std(lead) / sqrt(n), None for a single example."""
+    """Return the mean V_1 of a network, and its paired lead over the constant subspace with half the width of its 95 %
+    interval: t_{0.975, n-1} std(lead) / sqrt(n), None for a single example."""
     row: dict[str, Any] = {"network": name}
     for label in ("v1", "v1_patches"):
         values = getattr(found, label).double()
@@ -398,8 +398,8 @@ def natural_sensitivity_ratio(
     batch: int = 16,
     precision: str = "float32",
 ) -> Tensor:
-    """sum_j |J u_j|^2 / |J|_F^2 of every example [n], float64: the share of the task's sensitivity in the predicted
-    subspace, with natural energies (Corollary cor:ssm_quality). At most kappa_cap(r), which the true modes reach."""
+    """Return sum_j |J u_j|^2 / |J|_F^2 of every example [n], float64: the share of the task's sensitivity in the
+    predicted subspace, with natural energies (`cor:ssm_quality`). At most kappa_cap(r), which the true modes reach."""
     ratios = []
     for rows in torch.arange(len(examples)).split(batch):
         features = examples.features(rows)
@@ -410,8 +410,8 @@ def natural_sensitivity_ratio(
 
 
 def patch_alignment(modes: Tensor, truth: Tensor, prefix: int, views: int = 1) -> Tensor:
-    """V_1 of the two subspaces [B, r, N, D] restricted to the patch tokens [B]: the block of the CLS token, where most
-    of the energy of late modes sits, would hide the rest. Each of ``views`` begins with ``prefix`` such tokens."""
+    """Return V_1 [B] of two subspaces [B, r, N, D] on the patch tokens alone: the block of the CLS token, where most of
+    the energy of late modes sits, would hide the rest. Each of ``views`` begins with ``prefix`` such tokens."""
     if views < 1 or modes.shape[2] % views:
         raise PullbackError(
             f"views: expected a number that divides the {modes.shape[2]} tokens of a scene, got {views}. Take it from "
@@ -440,14 +440,14 @@ class StackedModes(LinearOperator):
 
 
 def constant_subspace(modes: Tensor, rank: int, *, seed: int = 0) -> Tensor:
-    """argmax_U mean_i |U^T V_i|_F^2 over orthonormal U, from training modes [n, r, N, D] -> [rank, N, D]."""
+    """Find argmax_U mean_i |U^T V_i|_F^2 over orthonormal U, from training modes [n, r, N, D] -> [rank, N, D]."""
     stacked = StackedModes(modes)
     found = block_krylov(stacked, rank, rtol=1e-4, streams=Streams.from_seed(seed, 1, modes.device))
     return found.right[0].mT.unflatten(-1, modes.shape[2:])
 
 
 def constant_network(subspace: Tensor) -> MetricNetwork:
-    """One subspace [r, N, D] for every image, with energies of 1."""
+    """Return a network that predicts one subspace [r, N, D] for every image, with energies of 1."""
 
     def network(features: Tensor) -> LowRankMetric:
         modes = subspace.to(features.device).expand(len(features), *subspace.shape)

@@ -48,7 +48,7 @@ class ProbeLinearization:
         self.bytes_per_tangent = bytes_per_tangent
 
     def bfloat16(self) -> ProbeLinearization:
-        """The same linearisation with the blocks' products in bfloat16; norm, decoder and base point stay exact."""
+        """Return a copy whose blocks multiply in bfloat16; norm, decoder and base point stay exact."""
         lower = copy.copy(self)
         lower._block_dtype = torch.bfloat16
         lower._blocks = [block.to(torch.bfloat16) for block in self._blocks]
@@ -155,7 +155,7 @@ class WeightedLinearization:
 
     @property
     def bfloat16(self) -> Callable[[], WeightedLinearization]:
-        """Like the inner one's; absent where that has none."""
+        """The bfloat16 form of the inner linearisation with L^T in front; absent where that has none."""
         lower: Callable[[], Linearization] = self._inner.bfloat16  # type: ignore[attr-defined]
         return lambda: WeightedLinearization(lower(), self._factor, self._arithmetic)
 

@@ -24,7 +24,7 @@ def load_probe(
     read_probe_layer: bool = True,
     pose_derivative: str = "exact",
 ) -> ProbeMap:
-    """A frozen model, a decoder and a probe layer (default: the last but one) as a probe map.
+    """Load a frozen model and make a probe map of it, with a decoder and a layer (default: the last but one).
 
     ``model``: a hub id, a folder, an embedded name or a module in evaluation mode; `pullback ls` lists the families.
     ``decoder``: a name that fits the model, such as cls (the default), mean, depth or depth-8x8, of a VGGT camera (the
@@ -55,7 +55,7 @@ def multi_layer_probe(
     output_metric: OutputMetric | None = None,
     pose_derivative: str = "exact",
 ) -> ProbeMap:
-    """A frozen model and one of its decoders, probed at what the decoder reads: all its layers side by side.
+    """Load a frozen model and probe one of its decoders at what that reads: all its layers side by side.
 
     ``after_norm``: whether that is behind the final norm, as the decoder sees it, or before. No norm lies between the
     blocks of a VGGT and its heads, so it makes no difference there. The other arguments are those of `load_probe`.

@@ -128,10 +128,10 @@ class ProbeMap:
 
     @torch.no_grad()
     def features(self, images: Tensor) -> Tensor:
-        """F^l of images [B, 3, H, W], [B, N, D], or x at the decoder's inputs, [B, N, K D].
+        """Compute F^l [B, N, D] of images [B, 3, H, W], or x [B, N, K D] at the decoder's inputs.
 
-        Attached, where it is needed (`Features`): the token layout and, by layer, what the decoder reads of layers up
-        to l and a change of F^l does not reach.
+        Where the map needs more than these numbers, they carry it (`Features`): the token layout and, by layer, what
+        the decoder reads that a change of F^l does not reach.
         """
         samples = self.backbone.batch(images)
         layout = self.backbone.token_layout(samples)
@@ -152,14 +152,14 @@ class ProbeMap:
         return torch.cat(taps, -1)
 
     def _constant(self, state: State, layer: int) -> Tensor:
-        """What stays of a layer: of the probe layer that follows, its part besides F^l, else the whole tap."""
+        """Return what stays of a layer: of the probe layer that follows, its part besides F^l, else the whole tap."""
         if layer not in self._following:
             return state.tap()
         assert state.beside is not None  # else the layer is not among those held
         return state.beside
 
     def token_layout(self, features: Tensor) -> TokenLayout:
-        """Where the tokens of these features sit."""
+        """Return where the tokens of these features sit."""
         known = getattr(features, "token_layout", None)
         if isinstance(known, TokenLayout):
             return known
@@ -174,11 +174,11 @@ class ProbeMap:
     # The map
 
     def __call__(self, features: Tensor) -> Tensor:
-        """The decoder's output (after the task distance) at these features, differentiable: [B, ...]."""
+        """Return the decoder's output [B, ...] at these features, after the task distance; differentiable."""
         return self.bind(features)(features.as_subclass(torch.Tensor))
 
     def bind(self, features: Tensor) -> Callable[[Tensor], Tensor]:
-        """The map as a pure function of plain tensors, all else held: for torch.func and finite differences."""
+        """Return the map as a pure function of plain tensors, all else held: for torch.func and finite differences."""
         point, layout, held = self._unpack(features)
         run = self._runner(self._layer, point, layout, held)
 
@@ -191,7 +191,7 @@ class ProbeMap:
     def _runner(
         self, start: int | None, point: Tensor, layout: TokenLayout, held: dict[int, Tensor]
     ) -> Callable[[Tensor], Sequence[Tensor]]:
-        """The function from x to the taps of the decoder's layers, in their order."""
+        """Return the function from x to the taps of the decoder's layers, in their order."""
         if start is None:
             return lambda x: x.chunk(len(self.layers), -1)
         tables = self.backbone.tables(layout, point)
@@ -209,7 +209,7 @@ class ProbeMap:
         return run
 
     def output(self, taps: Sequence[Tensor], layout: TokenLayout) -> Tensor:
-        """From the taps of the decoder's layers, in their order, to the task's output: norm, decoder, task distance.
+        """Apply norm, decoder and task distance to the taps of the decoder's layers, in their order.
 
         At the inputs, with ``after_norm``, the taps are behind the norm already.
         """
@@ -222,7 +222,7 @@ class ProbeMap:
     # Its derivative
 
     def linearize(self, features: Tensor) -> Linearization:
-        """The `Linearization` at these features that `JacobianOperator` multiplies with."""
+        """Return the `Linearization` at these features that `JacobianOperator` multiplies with."""
         point, layout, held = self._unpack(features)
         if self._layer is not None and self.by_hand:
             inner: Linearization = self._by_hand(self._layer, point, layout, held)
@@ -251,7 +251,7 @@ class ProbeMap:
         constants = {layer: self.decoder.read(tap, self.backbone.norm) for layer, tap in held.items()}
 
         def tail(*following: Tensor) -> Tensor:
-            """From what the decoder sees of the layers that follow, behind the norm, to the output."""
+            """Compute the output from what the decoder sees, behind the norm, of the layers that follow."""
             seen = constants | dict(zip(self._following, following, strict=True))
             read = [seen[layer] for layer in self.decoder.layers]
             return self._measured(self.decoder.output(read, layout, unchanged))
@@ -262,11 +262,12 @@ class ProbeMap:
         return ProbeLinearization(tokens, blocks, taps, end, self._bytes_per_tangent(tokens, end))
 
     def _rows(self, layer: int) -> int | None:
-        """Only the last block may compute fewer tokens: the others' outputs are keys and values of the next."""
+        """Return how many tokens a block must compute (None: all); only of the last are some never read again."""
         return self.decoder.rows if layer == max(self._following) else None
 
     def _bytes_per_tangent(self, tokens: Tensor, end: DecoderTail) -> int:
-        """The widest moment of a product: a block's hidden layer and attention scores, or the decoder's maps."""
+        """Estimate the memory of a product where it is widest: a block's hidden layer and attention scores, or the
+        decoder's maps."""
         batch, count, dim = tokens.shape
         block = self.backbone.blocks[0]
         hidden = block.mlp.up.weight.shape[0]
@@ -275,7 +276,7 @@ class ProbeMap:
         return max(inside, dense) * tokens.element_size()
 
     def _unpack(self, features: Tensor) -> tuple[Tensor, TokenLayout, dict[int, Tensor]]:
-        """The features as a plain tensor, their layout, and what they carry of the layers held."""
+        """Return the features as a plain tensor, their layout, and what they carry of the layers held."""
         width = self.backbone.tap_dim * len(self.layers) if self._layer is None else self.backbone.dim
         if features.ndim != 3 or features.shape[-1] != width:
             raise ShapeError(f"features: expected [B, N, {width}], got {list(features.shape)}.")
@@ -293,19 +294,19 @@ class ProbeMap:
     # Images, as the backbone wants them
 
     def pixel_format(self, size: Size = None) -> PixelFormat:
-        """What this backbone wants to see, at its own size or another."""
+        """Return the pixel format that the backbone expects, at its own size or another."""
         return self.backbone.pixel_format(size)
 
     def read_images(self, path: ImageSource, size: Size = None, limit: int | None = None) -> ImageBatch:
-        """Images with this backbone's normalisation and size, and which files were skipped."""
+        """Read images with the backbone's normalisation and size, and which files were skipped."""
         return self.backbone.read_images(path, size, limit)
 
     def load_images(self, path: ImageSource, size: Size = None, limit: int | None = None) -> Tensor:
-        """[B, 3, H, W] with this backbone's normalisation; skipped files are named in one warning."""
+        """Read images [B, 3, H, W] with the backbone's normalisation; skipped files are named in one warning."""
         batch = self.read_images(path, size, limit)
         batch.warn_skipped(stacklevel=2)
         return batch.pixels
 
     def load_views(self, path: ImageSource, size: int | None = None) -> Tensor:
-        """The views of one scene, for a backbone that takes several: [1, S, 3, H, W], ``size`` wide."""
+        """Read the views of one scene, for a backbone that takes several: [1, S, 3, H, W], ``size`` wide."""
         return self.backbone.load_views(path, size)

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Forecast:
-    """What to expect of a plan. ``cost`` is what the search compared, in the unit of its cost function; `plan_pruning`
+    """What to expect of a plan: ``cost`` is what the search compared, in the unit of its cost function; `plan_pruning`
     also fills in operations and times."""
 
     plan: PrunePlan

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from pullback import __version__
-from pullback.backbones import Backbone, load_backbone
+from pullback.backbones import load_backbone
 from pullback.backbones.families import FIXED_SIZE
-from pullback.data.images import PixelFormat, SkippedImage, find_images, iter_images
+from pullback.data.images import PixelFormat, SkippedImage, find_images, stream_images
 from pullback.decoders import build_decoder
 from pullback.errors import ImageError, PullbackError
 from pullback.evaluation.cost import flops, milliseconds, race
@@ -97,7 +97,8 @@ def run_comparison(request: PruneRequest, out: Path, progress: Progress) -> dict
         seed=request.seed,
     )
     scores.check(wanted)
-    pixels = _pixel_format(backbone, request.size)
+    backbone.check_size(request.size)
+    pixels = backbone.pixel_format(request.size)
     files = find_images(request.images)
     sizes = batch_sizes(request.time, backbone.device.type)
     classes = None if request.bank is None else _class_of(request, request.bank, subject)
@@ -114,7 +115,7 @@ def run_comparison(request: PruneRequest, out: Path, progress: Progress) -> dict
     bank = None
     if request.bank is not None and classes is not None:
         progress.stage(f"embedding the bank {request.bank}")
-        stream = batches(_read(find_images(request.bank), pixels), request.batch, [])
+        stream = batches(stream_images(request.bank, pixels), request.batch, [])
         bank = _bank(out / BANK, stream, subject, classes)
         notes += bank.notes_on([classes(file) for file in files[: request.limit]])
 
@@ -124,7 +125,7 @@ def run_comparison(request: PruneRequest, out: Path, progress: Progress) -> dict
     skipped: list[SkippedImage] = []
     seen: list[str] = []
     first: Tensor | None = None
-    for paths, images in batches(_read(files, pixels, request.limit), request.batch, skipped):
+    for paths, images in batches(stream_images(files, pixels, request.limit), request.batch, skipped):
         keys, truth = [_key(path, request.images) for path in paths], [classes(path) for path in paths if classes]
         batch = Batch(keys, images.to(backbone.device), truth)
         scores.begin(keys)
@@ -137,7 +138,7 @@ def run_comparison(request: PruneRequest, out: Path, progress: Progress) -> dict
     if first is None:
         raise ImageError(f"images: none of the {len(files)} files could be read; the first: {skipped[0]}.")
 
-    costs = Costs(out / COST, _machine(backbone.device))
+    costs = Costs(out / COST, machine(backbone.device, threads=True))
     timed = {rule: scores.pruned(rule, plain=True) for rule in wanted if sizes and scores.deployable(rule)}
     notes += costs.complete(subject, timed, first, sizes, progress)
     progress.stage("testing")
@@ -145,7 +146,7 @@ def run_comparison(request: PruneRequest, out: Path, progress: Progress) -> dict
     document = {
         **settings,
         "date": now(),
-        "machine": _machine(backbone.device),
+        "machine": machine(backbone.device, threads=True),
         "torch": torch.__version__,
         "measure": measure_of(subject.full(first), depth=subject.depth),
         "reference": reference_score(names),
@@ -167,7 +168,7 @@ def run_comparison(request: PruneRequest, out: Path, progress: Progress) -> dict
 
 
 def _default_scores(request: PruneRequest, prefix: int) -> tuple[str, ...]:
-    """Importance and what needs no training; the last two ask the class token, which not every model has."""
+    """Return importance and the scores that need no training; two of them need a class token."""
     own = "importance" if request.heads else "exact"
     return (own, "random", "tome", "norm", *(("evit", "cls-similarity") if prefix else ()))
 
@@ -255,21 +256,6 @@ def batches(
         yield files, torch.stack(pixels)
 
 
-def _read(
-    files: Sequence[Path], wanted: PixelFormat, limit: int | None = None
-) -> Iterator[tuple[Path, Tensor | SkippedImage]]:
-    return iter_images(
-        files, wanted.size, mean=wanted.mean, std=wanted.std, limit=limit, interpolation=wanted.interpolation
-    )
-
-
-def _pixel_format(backbone: Backbone, size: int | tuple[int, int] | None) -> PixelFormat:
-    wanted = backbone.preprocessing
-    chosen = PixelFormat.of(wanted.size if size is None else size, wanted.mean, wanted.std, wanted.interpolation)
-    backbone.token_layout(torch.empty(0, 3, *chosen.size))  # refuses sizes that the patches do not divide
-    return chosen
-
-
 def _class_of(request: PruneRequest, bank: Path, subject: Subject) -> ClassOf:
     """Return how the class of an image is found: in the table of labels, or as its folder in the images or the bank."""
     if subject.dense or subject.depth:
@@ -303,7 +289,7 @@ def _bank(path: Path, images: Iterator[tuple[list[Path], Tensor]], subject: Subj
 
 
 def _settings(request: PruneRequest, subject: Subject, weights: str, pixels: PixelFormat) -> dict[str, Any]:
-    """What must not change between two runs into one folder. Ratios, scores, presets and images may be added."""
+    """Return what must not change between two runs into one folder. Ratios, scores, presets and images may be added."""
     return {
         "pullback": __version__,
         "commit": commit(),
@@ -332,7 +318,7 @@ def _network_hash(folder: Path) -> str:
 
 
 def _key(path: Path, source: str) -> str:
-    """How a row names an image: relative to the folder that was asked for."""
+    """Return how a row names an image: by its path relative to the folder that was asked for."""
     root = Path(source).expanduser()
     return path.relative_to(root).as_posix() if root.is_dir() else path.as_posix()
 
@@ -424,12 +410,6 @@ def _calls(
             return model(images, **options)
 
     return partial(run, subject.backbone.model), {rule: partial(run, model) for rule, model in models.items()}
-
-
-def _machine(device: torch.device) -> str:
-    """Describe where times were measured; those of a CPU depend on the number of threads."""
-    threads = torch.get_num_threads()
-    return machine(device) + (f", {threads} thread{'s' * (threads != 1)}" if device.type == "cpu" else "")
 
 
 # The summary

@@ -15,7 +15,7 @@ OUTPUTS = ("image_embedding", "kept_tokens")
 
 
 class _Exported(nn.Module):
-    """pixel_values [B, 3, H, W] -> (embedding [B, M], places of the kept tokens [B, K])."""
+    """A module from pixel_values [B, 3, H, W] to (embedding [B, M], places of the kept tokens [B, K])."""
 
     def __init__(self, pruned: PrunedModel) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class _Exported(nn.Module):
 
 
 def embedding_of(output: Any) -> Tensor:
-    """What a class-token model calls its embedding: CLIP's projection, or the pooled class token."""
+    """Return what a class-token model calls its embedding: CLIP's projection, or the pooled class token."""
     for name in ("image_embeds", "pooler_output", "embedding"):
         value = getattr(output, name, None)
         if isinstance(value, Tensor):
@@ -36,7 +36,10 @@ def embedding_of(output: Any) -> Tensor:
 
 
 def export_onnx(pruned: PrunedModel, path: str | Path, *, size: int | tuple[int, int]) -> Path:
-    """For images [B, 3, H, W] of one size, any B, float32 -> ``image_embedding`` [B, M], ``kept_tokens`` [B, K]."""
+    """Write the model as ONNX for float32 images [B, 3, H, W] of one size, any B; return the path.
+
+    Its outputs are ``image_embedding`` [B, M] and ``kept_tokens`` [B, K].
+    """
     if pruned.backbone.hook_layers:
         raise PullbackError(
             f"export_onnx: expected a class-token model, got {pruned.backbone.name}, whose decoder reads all tokens."

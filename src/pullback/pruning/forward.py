@@ -178,7 +178,7 @@ def scored(tokens: Tensor, context: ScoreContext, score: Score) -> Tensor:
 
 
 def _destinations(tokens: Tensor, context: ScoreContext, plan: PrunePlan) -> Tensor:
-    """[B, N] bool: tokens that may take in a removed one, if they are kept; never the prefix."""
+    """Return which tokens [B, N] may take in a removed one, if they are kept; never the prefix."""
     if plan.match == "bipartite":
         return alternate(context)
     if plan.match == "strided":

@@ -1,8 +1,9 @@
-"""Which tokens go, and into whom: decided once, applied to any tensor that has a row per token, and undone again.
+"""Which tokens are removed, and which kept token each one follows: decided once, applied to any tensor that has a row
+per token, and undone again.
 
-From top to bottom: a `Matching` says who is kept, who is removed and whom each removed token follows; then come the
-choice of the tokens that go, the search for their partners, and at last the way back, where `Leftover` holds what a
-stage must remember to put removed tokens back at their places.
+From top to bottom: a `Matching` says which tokens are kept, which are removed, and the partner of each removed one.
+Then come the choice of the tokens to remove and the search for their partners, and at last the way back, where
+`Leftover` holds what a stage must remember to put removed tokens back at their places.
 
 With "drift" a removed token t with partner b comes back as F_t + (F_b now - F_b then): what t would have become had it
 moved as b did. F_t is its value when it was removed, F_b then the partner's right after the merge. The partner itself,
@@ -30,7 +31,7 @@ FEW_PAIRS = 1 << 21
 
 @dataclass(frozen=True, eq=False)
 class Matching:
-    """Of N tokens K are kept and R removed; every removed one has a partner among the kept.
+    """A split of N tokens into K kept and R removed ones, each of which has a partner among the kept.
 
     ``merged`` [B, R]: its content goes into the partner; otherwise it is dropped, and the partner is only the token
     that its reconstruction follows.
@@ -42,21 +43,22 @@ class Matching:
     merged: Tensor  # [B, R] bool
 
     def keep(self, x: Tensor) -> Tensor:
-        """[B, N, ...] -> [B, K, ...]"""
+        """Return the rows of the kept tokens: [B, N, ...] -> [B, K, ...]."""
         return rows(x, self.kept)
 
     def take(self, x: Tensor) -> Tensor:
-        """[B, N, ...] -> [B, R, ...], the removed ones."""
+        """Return the rows of the removed tokens: [B, N, ...] -> [B, R, ...]."""
         return rows(x, self.removed)
 
     def partner(self, y: Tensor) -> Tensor:
-        """[B, K, ...] -> [B, R, ...], the partner's value for each removed token."""
+        """Return the partner's value for each removed token: [B, K, ...] -> [B, R, ...]."""
         return rows(y, self.destination)
 
     def merge(self, x: Tensor, weights: Tensor) -> Tensor:
-        """F_b + sum_a w_a / (w_b + sum_a w_a) (F_a - F_b): x [B, N, D], weights [B, N] -> [B, K, D].
+        """Merge removed tokens into their partners: x [B, N, D], weights [B, N] -> [B, K, D].
 
-        The weighted mean, written so that a token into which nothing is merged, or only its equals, does not change.
+        F_b + sum_a w_a / (w_b + sum_a w_a) (F_a - F_b): the weighted mean, written so that a token into which nothing
+        is merged, or only its equals, does not change.
         """
         kept = self.keep(x)
         if self.removed.shape[1] == 0:
@@ -70,36 +72,38 @@ class Matching:
         return kept + F.pad(shares, (0, spare)) @ F.pad(gaps, (0, 0, 0, spare))
 
     def add(self, x: Tensor) -> Tensor:
-        """Sums: x [B, N] -> [B, K]; what is dropped is lost."""
+        """Add what is merged to its partner: x [B, N] -> [B, K]; what is dropped is lost."""
         return self.keep(x) + self._incoming(self.take(x)).sum(-1)
 
     def place(self, kept: Tensor, removed: Tensor) -> Tensor:
-        """Both back at their places: [B, K, ...], [B, R, ...] -> [B, N, ...]."""
+        """Put kept and removed tokens back at their places: [B, K, ...], [B, R, ...] -> [B, N, ...]."""
         order = torch.cat([self.kept, self.removed], 1)
         here = torch.arange(order.shape[1], device=order.device).expand_as(order)
         return rows(torch.cat([kept, removed], 1), torch.zeros_like(order).scatter(1, order, here))
 
     def unmerge(self, y: Tensor) -> Tensor:
-        """[B, K, ...] -> [B, N, ...]: every removed token is a copy of its partner."""
+        """Restore the sequence with copies of the partners in place of removed tokens: [B, K, ...] -> [B, N, ...]."""
         return self.place(y, self.partner(y))
 
     def _incoming(self, values: Tensor) -> Tensor:
-        """Values [B, R] of merged tokens in the row of their partner: [B, K, R]. A product with it is deterministic,
-        which adding rows by index is not on a GPU."""
+        """Return values [B, R] of merged tokens in the row of their partner: [B, K, R]. A product with it is
+        deterministic, which adding rows by index is not on a GPU."""
         partners = torch.arange(self.kept.shape[1], device=values.device)
         arrives = (self.destination[:, None] == partners[:, None]) & self.merged[:, None]
         return arrives * values[:, None]
 
 
 def rows(x: Tensor, index: Tensor) -> Tensor:
-    """x [B, N, ...], index [B, n] -> [B, n, ...]."""
+    """Return the rows of x [B, N, ...] at index [B, n]: [B, n, ...]."""
     wide = index.reshape(*index.shape, *(1,) * (x.ndim - 2))
     return x.gather(1, wide.expand(*index.shape, *x.shape[2:]))
 
 
 def lowest(scores: Tensor, count: int, prefix: int) -> tuple[Tensor, Tensor]:
-    """(kept [B, N - count], removed [B, count]), both ascending: the patches with the lowest scores [B, N] go. The
-    prefix takes no part in the order, so that no score, infinite or not a number, can remove it."""
+    """Remove the ``count`` patches with the lowest scores [B, N]: (kept [B, N - count], removed [B, count]), ascending.
+
+    The prefix takes no part in the order, so that no score, infinite or not a number, can remove it.
+    """
     stays = ranks(scores[:, prefix:]) < scores.shape[1] - prefix - count
     stays = F.pad(stays, (prefix, 0), value=True)
     left = scores.shape[1] - count
@@ -110,7 +114,7 @@ def lowest(scores: Tensor, count: int, prefix: int) -> tuple[Tensor, Tensor]:
 
 
 def ranks(scores: Tensor) -> Tensor:
-    """[B, N] -> [B, N]: 0 for the highest; equal ones in some order, so that no two have the same. NaN is high."""
+    """Rank scores [B, N]: 0 is the highest; equal ones in some order, so that no two share a rank. NaN is high."""
     scores = scores.float()
     if _compiled_for_gpu(scores) and len(scores) == 1 and scores.numel() ** 2 <= FEW_PAIRS:
         return _ranks_by_pairs(scores)
@@ -119,12 +123,12 @@ def ranks(scores: Tensor) -> Tensor:
 
 
 def _places(scores: Tensor) -> Tensor:
-    """0, 1, ..., N - 1 in every row [B, N]; int32, whose scatter compilers write themselves, unlike that of int64."""
+    """Return 0, 1, ..., N - 1 in every row [B, N]; int32, whose scatter compilers write themselves, unlike int64's."""
     return torch.arange(scores.shape[1], dtype=torch.int32, device=scores.device).expand_as(scores)
 
 
 def _ranks_by_pairs(scores: Tensor) -> Tensor:
-    """How many are higher, or equal and before."""
+    """Rank by counting, for each score, those that are higher, or equal and before."""
     scores, here = stored(torch.where(scores.isnan(), torch.inf, scores)), _places(scores)
     others, own = scores[:, None], scores[..., None]
     return ((others > own) | ((others == own) & (here[:, None] < here[..., None]))).sum(-1, dtype=torch.int32)
@@ -145,7 +149,7 @@ def _compiled_for_gpu(x: Tensor) -> bool:
 
 
 def artifacts(tokens: Tensor, prefix: int, deviations: float = 4.0) -> Tensor:
-    """[B, N] bool: tokens whose norm is more than 4 median absolute deviations from the median of the patches.
+    """Return which tokens [B, N] have a norm more than 4 median absolute deviations from the median of the patches.
 
     DINOv2 has a few such tokens in the background from the middle layers on; averages that touch them are ruined.
     """
@@ -156,28 +160,28 @@ def artifacts(tokens: Tensor, prefix: int, deviations: float = 4.0) -> Tensor:
 
 
 def _median(values: Tensor) -> Tensor:
-    """[B, n] -> [B, 1], the upper one of two. By ranks, which a GPU has faster than a sorted row."""
+    """Return the median of each row, [B, n] -> [B, 1], the upper one of two; by ranks, faster on a GPU than sorting."""
     middle = ranks(values) == (values.shape[1] - 1) // 2
     return torch.where(middle, values, 0).sum(1, keepdim=True)
 
 
 def cosines(tokens: Tensor) -> Tensor:
-    """[B, N, D] -> the cosine of every pair [B, N, M]; columns from N on are padding."""
+    """Return the cosine of every pair of tokens [B, N, D]: [B, N, M]; columns from N on are padding."""
     count = tokens.shape[1]
     unit = F.pad(F.normalize(tokens, dim=-1), (0, 0, 0, -count % ALIGNED))
     return unit[:, :count] @ unit.mT
 
 
 def most_similar(cosine: Tensor, among: Tensor) -> tuple[Tensor, Tensor]:
-    """The highest cosine [B, n, M] among some tokens, [B, n or 1, N] bool -> (cosine, index) [B, n]; -2 where none."""
+    """Return the highest cosine [B, n, M] ``among`` [B, n or 1, N] bool, and its index: [B, n] each; -2 where none."""
     padded = F.pad(among, (0, cosine.shape[-1] - among.shape[-1]))
     best = cosine.masked_fill(~padded, -2.0).max(-1)
     return best.values, best.indices
 
 
 def residuals(tokens: Tensor, scores: Tensor, allowed: Tensor, cosine: Tensor) -> Tensor:
-    """[B, N]: |F_t - F_u| to the most similar allowed token u with a higher score, which is likely to be kept; at most
-    the token's own length, which is what dropping it takes away."""
+    """Return |F_t - F_u| [B, N] to the most similar allowed token u with a higher score, which is likely to be kept; at
+    most the token's own length, which is what dropping it takes away."""
     place = ranks(scores)
     reach = stored(torch.where(allowed, place, place.shape[1]))  # who is not allowed comes after everyone
     best, partner = most_similar(cosine, reach[:, None] < place[..., None])
@@ -193,16 +197,16 @@ def gaps(tokens: Tensor, cosine: Tensor, partner: Tensor) -> Tensor:
 
 
 def removal_costs(scores: Tensor, distances: Tensor, trust: float) -> Tensor:
-    """score^trust x distance [B, N]; the sign of a score stays."""
+    """Return score^trust x distance [B, N]; the sign of a score stays."""
     return scores.sign() * scores.abs() ** trust * distances
 
 
 def match_by_cosine(
     cosine: Tensor, kept: Tensor, removed: Tensor, allowed: Tensor, gate: float
 ) -> tuple[Tensor, Tensor]:
-    """The most similar kept token among ``allowed`` [B, N] -> (destination, merged) [B, R].
+    """Find the most similar kept token among ``allowed`` [B, N] for each removed one: (destination, merged) [B, R].
 
-    Merged where the cosine is above ``gate``, and only into an allowed token.
+    A token is merged where the cosine is above ``gate``, and only into an allowed one.
     """
     stays = torch.zeros_like(allowed).scatter(1, kept, True)
     best, partner = most_similar(rows(cosine, removed), stored(allowed & stays)[:, None])
@@ -212,7 +216,7 @@ def match_by_cosine(
 
 
 def match_by_task(tokens: Tensor, modes: Tensor, kept: Tensor, removed: Tensor, prefix: int) -> tuple[Tensor, Tensor]:
-    """The nearest kept token under d_task (`eq:dtask`), literally -> (destination, merged) [B, R].
+    """Find the nearest kept token under d_task (`eq:dtask`), literally: (destination, merged) [B, R].
 
     d(a, b)^2 = sum_j ((sigma_j v_j^(a))^T (F_a - F_b))^2 with the scaled modes sigma_j v_j [B, r, N, D]. The class
     token counts as a destination; its importance is infinite (s_0 = inf), so whatever is merged into it is lost.
@@ -238,7 +242,7 @@ class Leftover:
     own: Tensor | None = None
 
     def back(self, y: Tensor) -> Tensor:
-        """[B, K, D] after the stage -> [B, N, D] as it was before."""
+        """Return the sequence as it was before the stage: [B, K, D] -> [B, N, D]."""
         if not self.follows:
             assert self.offset is not None
             return self.matching.place(y, self.offset.to(y.dtype))

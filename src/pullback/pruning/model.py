@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 class Pruned(nn.Module):
-    """A model that removes tokens on the way; ``model`` is the original, untouched. What `restore` takes."""
+    """A model that removes tokens on the way, as `restore` takes it; ``model`` is the original, untouched."""
 
     model: Any
     plan: PrunePlan
@@ -170,7 +170,7 @@ class PrunedModel(Pruned):
         return self.with_record(pixel_values)[0]
 
     def with_record(self, pixel_values: Tensor) -> tuple[Any, PrunedRun]:
-        """Return the same, and what each stage did."""
+        """Return the model's output by the pruned route, and what each stage did."""
         assemble = assembler(self.backbone)
         if not self.has_output:
             raise PullbackError(
@@ -380,7 +380,7 @@ def _read_model(address: str, folder: Path) -> nn.Module:
 
 
 def _read_own(place: Path) -> nn.Module:
-    """Read a network of ours in the dtype of its file; `load_backbone` would make it float32."""
+    """Read a network of this package in the dtype of its file; `load_backbone` would make it float32."""
     locate(str(place))  # says what is missing
     config = read_config(str(place), "")
     reader = reader_of(config)

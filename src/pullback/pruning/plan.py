@@ -1,4 +1,4 @@
-"""What is removed where, and what becomes of it: plain data, and the named plans."""
+"""Pruning plans: which tokens are removed after which blocks, and what becomes of them. Plain data, and named plans."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ Reinsert = Literal["none", "frozen", "drift", "copy"]
 
 @dataclass(frozen=True)
 class PrunePlan:
-    """Stage l acts on F^l, the output of block l, so block l + 1 is the first that sees fewer tokens.
+    """What is removed at each stage, and what becomes of it.
+
+    Stage l acts on F^l, the output of block l, so block l + 1 is the first that sees fewer tokens.
 
     ``shares``: of the original patch tokens, removed at each stage; together they are the prune ratio.
     ``select``: the lowest scores go, or the lowest score^trust x distance to the partner. With ``trust`` = 1 these are
@@ -182,8 +184,8 @@ def preset(
 
 
 def _best(stages: tuple[int, ...], shares: tuple[float, ...], dense: bool, depth: int) -> PrunePlan:
-    """Tokens are chosen by score^trust times distance to their partner, merged with the score as weight, and counted by
-    size in later attention. Dense decoders get all of them back: there every token has a partner."""
+    """Return the plan "best": tokens are chosen by score^trust times distance to their partner, merged with the score
+    as weight, and counted by size in later attention. Dense decoders get all tokens back, so each has a partner."""
     gates = tuple(0.6 if depth / 3 <= stage < 2 * depth / 3 else 0.7 for stage in stages)
     plan = PrunePlan(stages, shares, select="cost", match="cosine", gates=gates, sizes=True, safe=True, trust=0.3)
     return replace(plan, gates=(), reinsert="drift", fuse_last=True, trust=0.7) if dense else plan

@@ -179,7 +179,7 @@ class Scores:
         return [score] if networks is None else [score(network) for network in networks]
 
     def of(self, name: str) -> list[Score]:
-        """Return the same for the batch at hand."""
+        """Return the scores of a name for the batch at hand; what is expensive is computed once."""
         if name == "random":
             return [self._random]
         if name == "exact":  # shares its modes with the exact matching
@@ -205,7 +205,7 @@ class Scores:
         return ProbeMap(subject.backbone, subject.decoder, subject.stages[0], distance=distance)
 
     def _random(self, tokens: Tensor, context: ScoreContext) -> Tensor:
-        """Uniform, drawn for each image by itself, so that neither its batch nor a resumed run changes it."""
+        """Draw uniform scores for each image by itself, so that neither its batch nor a resumed run changes them."""
         draws = [
             torch.rand(context.layout.tokens, generator=_generator(self.seed, key, context.layer)) for key in self._keys
         ]

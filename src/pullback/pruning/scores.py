@@ -53,7 +53,7 @@ class ScoreContext:
         return self.layout.prefix
 
     def class_attention(self) -> Tensor:
-        """[B, N]: what the class token attends to in block ``layer``, mean over heads. One query, one softmax."""
+        """Return what the class token attends to in block ``layer`` [B, N], mean over heads: one query, one softmax."""
         if self.prefix == 0 or self.backbone.views:
             raise ModelError(f"score: {self.backbone.name} has no class token, so class attention does not exist.")
         block = self.backbone.blocks[self.layer]
@@ -142,7 +142,7 @@ def _named(name: str) -> Score:
 
 
 def random(tokens: Tensor, context: ScoreContext) -> Tensor:
-    """Uniform. One draw for all images of the batch, so that an image's tokens do not depend on its neighbours."""
+    """Draw uniform scores, once for all images of the batch, so that no image depends on its neighbours."""
     count = tokens.shape[1]
     draw = _drawn(count) if context.generator is None else torch.rand(count, generator=context.generator)
     return draw.to(tokens.device).expand(tokens.shape[0], -1)
@@ -154,12 +154,12 @@ def _drawn(count: int) -> Tensor:
 
 
 def token_norm(tokens: Tensor, context: ScoreContext) -> Tensor:
-    """Length of each token."""
+    """Return the length of each token."""
     return tokens.float().norm(dim=-1)
 
 
 def class_similarity(tokens: Tensor, context: ScoreContext) -> Tensor:
-    """1 + cosine to the class token."""
+    """Return 1 + cosine to the class token."""
     if context.prefix == 0:
         raise ModelError(f"score: {context.backbone.name} has no class token to be similar to.")
     wide = tokens.to(torch.promote_types(tokens.dtype, torch.float32))  # or hundreds of tokens would share a number
@@ -167,23 +167,23 @@ def class_similarity(tokens: Tensor, context: ScoreContext) -> Tensor:
 
 
 def class_attention(tokens: Tensor, context: ScoreContext) -> Tensor:
-    """EViT (Liang et al. 2022): the attention that the class token gives."""
+    """Return the attention that the class token gives (EViT, Liang et al. 2022)."""
     return context.class_attention()
 
 
 def bipartite_redundancy(tokens: Tensor, context: ScoreContext) -> Tensor:
-    """ToMe (Bolya et al. 2023): patches are dealt to two sets in turn; the first goes in the order of its highest
-    cosine to the second, which stays."""
+    """Score as ToMe does (Bolya et al. 2023): patches are dealt to two sets in turn; the first goes in the order of its
+    highest cosine to the second, which stays."""
     return _redundancy(tokens, alternate(context), context)
 
 
 def strided_redundancy(tokens: Tensor, context: ScoreContext) -> Tensor:
-    """The same with one patch of every 2 x 2 as the set that stays (Bolya & Hoffman 2023)."""
+    """Score as `bipartite_redundancy`, with one patch of every 2 x 2 as the set that stays (Bolya & Hoffman 2023)."""
     return _redundancy(tokens, strided(context), context)
 
 
 def alternate(context: ScoreContext) -> Tensor:
-    """[B, N] bool: every other patch of the current sequence, the second set of ToMe."""
+    """Return every other patch of the current sequence, the second set of ToMe: [B, N] bool."""
     count = context.positions.shape[1]
     odd = (torch.arange(count, device=context.positions.device) - context.prefix) % 2 == 1
     patch = torch.arange(count, device=context.positions.device) >= context.prefix
@@ -191,14 +191,14 @@ def alternate(context: ScoreContext) -> Tensor:
 
 
 def strided(context: ScoreContext, stride: int = 2) -> Tensor:
-    """[B, N] bool: the upper left patch of each stride x stride cell of the image."""
+    """Return the upper left patch of each stride x stride cell of the image: [B, N] bool."""
     place = context.positions - context.prefix
     columns = context.layout.grid[1]
     return (place >= 0) & (place // columns % stride == 0) & (place % columns % stride == 0)
 
 
 def _redundancy(tokens: Tensor, stays: Tensor, context: ScoreContext) -> Tensor:
-    """1 - max cosine to the tokens that stay [B, N] bool; those, and the prefix, never go."""
+    """Return 1 - max cosine to the tokens that ``stays`` [B, N] marks; those, and the prefix, are never removed."""
     unit = F.normalize(tokens.float(), dim=-1)
     closest = (unit @ unit.mT).masked_fill(~stays[:, None], -1.0).amax(-1)
     patch = torch.arange(tokens.shape[1], device=tokens.device) >= context.prefix
@@ -229,7 +229,7 @@ class MetricScore(HeadScore):
         return self._metric(tokens).importance()
 
     def modes(self, tokens: Tensor, context: ScoreContext) -> Tensor:
-        """sqrt(lambda_j) u_j [B, r, N, D]."""
+        """Return sqrt(lambda_j) u_j [B, r, N, D]."""
         return self._metric(tokens).token_factors().transpose(1, 2)
 
     def _metric(self, tokens: Tensor) -> LowRankMetric:

@@ -26,7 +26,7 @@ _SPREAD = 1e6  # of the r leading eigenvalues of G^k
 
 
 def leading_eigenpairs(matrices: Tensor, rank: int, *, tol: float = 1e-5) -> tuple[Tensor, Tensor]:
-    """(theta [B, r] descending, U [B, p, r]) of symmetric positive semidefinite matrices [B, p, p], float64."""
+    """Return (theta [B, r] descending, U [B, p, r]) of symmetric positive semidefinite matrices [B, p, p], float64."""
     size = matrices.shape[-1]
     if size < 4 * _COLUMNS or rank + _SPARE > _COLUMNS:
         return all_eigenpairs(matrices, rank)
@@ -72,7 +72,7 @@ def _high_power(matrices: Tensor, ratio: float) -> Tensor:
 
 
 def _orthonormal(columns: Tensor) -> Tensor:
-    """An orthonormal basis of columns [B, p, 32], NaN where they are too dependent for one.
+    """Return an orthonormal basis of columns [B, p, 32], NaN where they are too dependent for one.
 
     The tolerance is far below that of the eigenvectors, and rounding of the basis is mended by the next round.
     """
@@ -81,6 +81,6 @@ def _orthonormal(columns: Tensor) -> Tensor:
 
 
 def all_eigenpairs(matrices: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """The same pairs by a full decomposition."""
+    """Return the leading pairs by a full decomposition."""
     values, vectors = torch.linalg.eigh(matrices)
     return values.flip(-1)[:, :rank], vectors.flip(-1)[..., :rank]

@@ -48,7 +48,7 @@ _MAX_TRACE_PROBES = 1024
 
 
 def choose_method(method: str, rows: int, cols: int, rank: int, *, sampled: int = 0, itemsize: int = 4) -> str:
-    """What "auto" means for a J of rows x cols; other methods as they are.
+    """Return what "auto" means for a J of rows x cols; other methods as they are.
 
     ``sampled``: products that the Krylov route needs besides those of its space, for what it cannot know exactly.
     Sizes alone decide, so that every machine and every batch size decides alike.
@@ -77,16 +77,15 @@ def leading_modes(
     *,
     method: str = "auto",
     rtol: float = 1e-3,
-    sampled: int = 0,
     precision: str = "float32",
     streams: Streams,
 ) -> LeadingModes:
-    """The leading ``rank`` modes of J, their energies accurate to ``rtol`` (krylov); ``sampled`` as in `choose_method`.
+    """Compute the leading ``rank`` modes of J, their energies accurate to ``rtol`` (krylov).
 
     The Krylov space is built on the shorter side of J, where its algebra is cheap.
     """
     check_rank(op, rank)
-    method = choose_method(method, op.rows, op.cols, rank, sampled=sampled, itemsize=op.dtype.itemsize)
+    method = choose_method(method, op.rows, op.cols, rank, itemsize=op.dtype.itemsize)
     if method == "exact":
         return LeadingModes(exact_svd(op, rank, full=False, precision=precision), None, None, method)
     if method == "paper":
@@ -133,7 +132,7 @@ def sketch(
     max_depth: int = 40,
     streams: Streams,
 ) -> Sketch:
-    """Leading ``rank`` modes, kappa_cap(1..rank) = sum_{i<=j} sigma_i^2 / |J|_F^2, and the effective rank.
+    """Compute the leading ``rank`` modes, kappa_cap(1..rank) = sum_{i<=j} sigma_i^2 / |J|_F^2, and the effective rank.
 
     "krylov": block Krylov + Hutchinson and SLQ deflated by its basis; ``rtol`` bounds the relative se of kappa and of
     the effective rank. "paper": Algorithms 1 and 2, plain Hutchinson and SLQ, with ``rayleigh_ritz`` rotated into
@@ -187,7 +186,7 @@ def sketch(
 def _krylov(
     op: LinearOperator, rank: int, num_probes: int, rtol: float | None, max_depth: int, margin: int, streams: Streams
 ) -> tuple[Svd, Estimate]:
-    """The trace probes are multiplied first: whatever basis the Krylov space reaches, they tell its tail for free."""
+    """Grow the Krylov space after the trace probes are multiplied: whatever basis it reaches, they tell its tail."""
     first = draw_probes(op, num_probes, streams)
     tolerance = _trace_noise(*first, rtol, op.round_off)
     svd = block_krylov(op, rank, rtol=tolerance, max_depth=max_depth, margin=margin, streams=streams)
@@ -239,7 +238,7 @@ def capture_ratio(svd: Svd, total: Estimate, captured: Tensor | None) -> Estimat
 
 
 def _before_the_last_block(svd: Svd) -> tuple[Tensor, Tensor]:
-    """Singular values [B, r] and modes [B, n, r] that each sample's Krylov space had one block earlier.
+    """Return singular values [B, r] and modes [B, n, r] that each sample's Krylov space had one block earlier.
 
     Where nothing was left to find, there is no last block and they are those that were found.
     """

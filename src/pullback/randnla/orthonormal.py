@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def orthonormalize(columns: Tensor, against: Tensor | None = None, *, threshold: float | None = None) -> Tensor:
-    """An orthonormal basis of the part of columns [B, n, b] outside span(against), against [B, n, K] orthonormal.
+    """Return an orthonormal basis of what columns [B, n, b] have outside of ``against``, orthonormal [B, n, K].
 
     Numerically dependent directions come back as exact zeros, so the block keeps its shape [B, n, b]. "Dependent" means
     that less than ``threshold`` of a column is left, by default 20 units of round-off.
@@ -29,8 +29,8 @@ def orthonormalize(columns: Tensor, against: Tensor | None = None, *, threshold:
 
 
 def qr_basis(columns: Tensor) -> Tensor:
-    """The Q of a QR of columns [B, n, b] with a positive diagonal of R, in order: the first j columns of Q span what
-    the first j of ``columns`` do, to the round-off of their dtype (1e-12 in float64).
+    """Return the Q of a QR of columns [B, n, b] with a positive diagonal of R, in order: the first j columns of Q span
+    what the first j of ``columns`` do, to the round-off of their dtype (1e-12 in float64).
 
     By `cholesky_qr`, or by Householder reflections if the columns of any sample depend on each other too much for it.
     """
@@ -39,7 +39,7 @@ def qr_basis(columns: Tensor) -> Tensor:
 
 
 def cholesky_qr(columns: Tensor, *, tolerance: float) -> tuple[Tensor, Tensor]:
-    """Q = X R^-1 with X^T X = R^T R for columns X [B, n, b], twice for its last digits.
+    """Compute Q = X R^-1 with X^T X = R^T R for columns X [B, n, b], twice for its last digits.
 
     Returns Q [B, n, b] in float64, and whether it can be trusted [B]: Q^T Q = I to round-off, and the j-th column of X
     lies in the span of the first j of Q, to about ``tolerance`` of its length.
@@ -72,7 +72,7 @@ def _householder(columns: Tensor) -> Tensor:
 
 
 def gram(left: Tensor, right: Tensor) -> Tensor:
-    """left^T right [B, j, k], accumulated in float64: in float32 it loses the tail of the spectrum."""
+    """Return left^T right [B, j, k], accumulated in float64: in float32 it loses the tail of the spectrum."""
     return left.double().mT @ right.double()
 
 
@@ -97,5 +97,5 @@ def _svqb(columns: Tensor, noise: Tensor) -> Tensor:
 
 
 def _reciprocal(values: Tensor, where: Tensor) -> Tensor:
-    """1 / values on the mask, 0 elsewhere."""
+    """Return 1 / values on the mask, 0 elsewhere."""
     return where / torch.where(where, values, 1.0)

@@ -11,7 +11,7 @@ from pullback.randnla.streams import Streams
 
 
 def hutchinson(op: LinearOperator, *, num_probes: int = 100, streams: Streams) -> Estimate:
-    """Mean of |J z|^2 over Rademacher z (Hutchinson 1990; the paper's Algorithm 1). JVPs only."""
+    """Estimate |J|_F^2 as the mean of |J z|^2 over Rademacher z (Hutchinson 1990; the paper's Algorithm 1)."""
     energies = _energies(op @ streams.rademacher(op.cols, num_probes, op.dtype))
     return Estimate.from_samples(energies, round_off=op.round_off)
 
@@ -27,7 +27,7 @@ def deflated_hutchinson(
     first: tuple[Tensor, Tensor] | None = None,
     streams: Streams,
 ) -> Estimate:
-    """|J V|_F^2 + mean |J (I - V V^T) z|^2 for an orthonormal basis V [B, n, K] and its image J V [B, m, K].
+    """Estimate |J|_F^2 as |J V|_F^2 + mean |J (I - V V^T) z|^2, for orthonormal V [B, n, K] with image J V [B, m, K].
 
     The first term is known and only the second is sampled (Meyer et al. 2021, Hutch++), which is unbiased for every V
     that does not depend on z. With ``rtol``, ``num_probes`` more at a time until se <= rtol value for every sample.
@@ -45,18 +45,18 @@ def deflated_hutchinson(
 
 
 def draw_probes(op: LinearOperator, num_probes: int, streams: Streams) -> tuple[Tensor, Tensor]:
-    """Rademacher z [B, n, k] and J z [B, m, k]."""
+    """Draw Rademacher z [B, n, k] and multiply: z and J z [B, m, k]."""
     probes = streams.rademacher(op.cols, num_probes, op.dtype)
     return probes, op @ probes
 
 
 def tail_energies(probes: Tensor, probe_images: Tensor, basis: Tensor, image: Tensor) -> Tensor:
-    """|J (I - V V^T) z|^2 [B, k] without further products, since J V is known."""
+    """Return |J (I - V V^T) z|^2 [B, k] without further products, since J V is known."""
     return _energies(probe_images - image @ (basis.mT @ probes))
 
 
 def energy(image: Tensor) -> Tensor:
-    """Squared Frobenius norm [B] of [B, m, K], in float64."""
+    """Return the squared Frobenius norm [B] of [B, m, K], in float64."""
     return _energies(image).sum(-1)
 
 

@@ -40,7 +40,7 @@ _SIDE = 1.6  # inches
 
 
 def draw_prune(folder: Path) -> list[str]:
-    """`prune.png`, `tokens.png` and, of dense decoders, `output.png`."""
+    """Draw `prune.png`, `tokens.png` and, of dense decoders, `output.png`; return their names."""
     document, arrays = prune_files.read_summary(folder), prune_files.read_examples(folder)
     figures = {prune_files.TOKENS_FIGURE: tokens_png(document, arrays)}
     if document["rules"]:
@@ -146,7 +146,7 @@ def output_png(document: dict[str, Any], arrays: dict[str, np.ndarray], theme: T
 def _curve(
     axes: Axes, rules: list[dict[str, Any]], label: str, colour: str, marker: str, dashes: Any, width: float
 ) -> None:
-    """A mean of exactly 0 has no place on a logarithmic axis and is left out."""
+    """Draw one curve; a mean of exactly 0 has no place on a logarithmic axis and is left out."""
     shown = sorted((rule for rule in rules if rule["mean"] > 0), key=lambda rule: rule["ratio"])
     ratios, means = ([rule[name] for rule in shown] for name in ("ratio", "mean"))
     bounds = np.array([rule["interval"] for rule in shown]).reshape(-1, 2).T
@@ -167,7 +167,7 @@ def _looks(scores: list[str], reference: str) -> dict[str, tuple[str, str]]:
 
 
 def _lay_fates_over(axes: Axes, picture: np.ndarray, fates: np.ndarray, partners: np.ndarray) -> None:
-    """Merged patches are tinted and joined to their partners, dropped ones are nearly white."""
+    """Tint merged patches and join them to their partners; dropped ones become nearly white."""
     height, width = picture.shape[:2]
     rows, columns = fates.shape
     overlay = np.zeros((rows, columns, 4))
@@ -193,7 +193,7 @@ def _panel_name(arrays: dict[str, np.ndarray], panel: int) -> str:
 
 
 def _scale(values: np.ndarray, measure: str) -> Normalize:
-    """Of the unpruned output, so that a pruned one which leaves it is seen."""
+    """Return the colour scale of the unpruned output, so that a pruned one which leaves it is seen."""
     positive = values[values > 0]
     if measure == "silog" and positive.size:
         low, high = np.percentile(positive, [0.5, 99.5])
@@ -203,7 +203,7 @@ def _scale(values: np.ndarray, measure: str) -> Normalize:
 
 
 def _bar(grid: PictureGrid, row: int, column: int, colours: ScalarMappable) -> None:
-    """The colours of one row, at its right."""
+    """Draw the colour bar of one row, at its right."""
     x, y = grid.corner(row, column)
     axes = grid.place(x + 0.05, y + 0.1, 0.09, grid.tall - 0.2)
     bar = grid.figure.colorbar(colours, cax=axes, extend="both")

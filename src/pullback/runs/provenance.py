@@ -21,7 +21,7 @@ _GIT_SECONDS = 20
 
 
 def provenance(device: torch.device) -> dict[str, Any]:
-    """What every result file says about its origin, besides its settings."""
+    """Return what every result file says about its origin, besides its settings."""
     import torch
 
     return {
@@ -40,12 +40,15 @@ def provenance(device: torch.device) -> dict[str, Any]:
 
 
 def now() -> str:
-    """The time in UTC, to the second, such as 2026-11-16T12:00:00+00:00."""
+    """Return the time in UTC, to the second, such as 2026-11-16T12:00:00+00:00."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
-def machine(device: torch.device) -> str:
-    """For instance "AMD EPYC 9555, 2 cores, 8 GiB" or with ", NVIDIA H200 140 GiB" behind it."""
+def machine(device: torch.device, *, threads: bool = False) -> str:
+    """Describe the machine, such as "AMD EPYC 9555, 2 cores, 8 GiB", and the GPU, such as ", NVIDIA H200 140 GiB".
+
+    ``threads``: with the number of threads that a CPU computes with, on which times depend.
+    """
     import torch
 
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
@@ -54,11 +57,14 @@ def machine(device: torch.device) -> str:
     if device.type == "cuda":
         card = torch.cuda.get_device_properties(device)
         text += f", {card.name} {card.total_memory / 2**30:.0f} GiB"
+    if threads and device.type == "cpu":
+        count = torch.get_num_threads()
+        text += f", {count} thread{'s' * (count != 1)}"
     return text
 
 
 def commit() -> str | None:
-    """The commit of the checkout that this package runs from, with "-dirty" where files differ; None outside of one."""
+    """Return the commit of the checkout that runs, with "-dirty" where files differ; None outside of one."""
     folder = Path(pullback.__file__).parent
     try:
         _git(folder, "ls-files", "--error-unmatch", "__init__.py")
@@ -68,7 +74,7 @@ def commit() -> str | None:
 
 
 def weights_hash(module: nn.Module) -> str:
-    """sha256 over names, dtypes, shapes and bytes of all parameters and buffers, sorted by name."""
+    """Return the sha256 over names, dtypes, shapes and bytes of all parameters and buffers, sorted by name."""
     import torch
 
     digest = hashlib.sha256()
@@ -79,7 +85,7 @@ def weights_hash(module: nn.Module) -> str:
 
 
 def file_hash(path: Path) -> str:
-    """sha256 of a file's bytes."""
+    """Return the sha256 of a file's bytes."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 

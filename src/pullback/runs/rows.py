@@ -19,7 +19,7 @@ class Rows:
         self.path = path
 
     def read(self) -> list[dict[str, Any]]:
-        """All whole rows; an empty list where there is no file yet."""
+        """Return all whole rows; an empty list where there is no file yet."""
         if not self.path.is_file():
             return []
         content = self.path.read_bytes()
@@ -51,5 +51,5 @@ class Rows:
 
 
 def finite(value: float) -> float | None:
-    """The value where strict JSON has a word for it; None for NaN and infinity."""
+    """Return the value if strict JSON has a word for it; None for NaN and infinity."""
     return value if math.isfinite(value) else None

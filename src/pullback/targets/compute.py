@@ -220,7 +220,7 @@ class _Row:
 
 
 def _read_ahead(work: Work, job: Job) -> Iterator[list[_Row] | SkippedItem]:
-    """The images in order; the next ones are read while the caller computes, about two groups are held in memory."""
+    """Yield the images in order; the next ones are read meanwhile, and about two groups are held in memory."""
     waiting: deque[Future[list[_Row] | SkippedItem]] = deque()
     held = max(READERS, 2 * GROUP // len(job.crop_numbers))
     with ThreadPoolExecutor(READERS) as pool:
@@ -243,7 +243,7 @@ def _read(item: ImageItem, numbers: Sequence[int], job: Job) -> list[_Row] | Ski
 
 
 def _groups(images: Iterator[list[_Row] | SkippedItem], skipped: list[SkippedItem]) -> Iterator[list[_Row]]:
-    """Rows by `GROUP`; images that could not be read are added to ``skipped``."""
+    """Yield rows by `GROUP`; images that could not be read are added to ``skipped``."""
     rows: list[_Row] = []
     for image in images:
         if isinstance(image, SkippedItem):
@@ -265,7 +265,7 @@ def _checked(
     seed: int,
     batch_size: int | None,
 ) -> Job:
-    """Refuse what would fail later, before anything is read or written."""
+    """Return the job, or raise an error for what would fail later, before anything is read or written."""
     if crops < 0:
         raise PullbackError(f"crops: expected a number of crops per image, or 0 for the plain image, got {crops}.")
     choose_method(recipe.method, 1, 1, recipe.rank)  # refuses unknown names before anything is read

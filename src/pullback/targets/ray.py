@@ -100,7 +100,8 @@ class TargetWorker:
 
 @contextmanager
 def counted(writer: StoreWriter, work: Work) -> Iterator[None]:
-    """Ray starts a dead worker again without end; a shard that kills every one of them must stop the run."""
+    """Count the tries of a shard, and stop the run with an error when it has killed too many workers: Ray would start
+    them again without end."""
     tally = writer.folder / f".tries-{work.number:05d}.tmp"
     with open(tally, "ab") as file:
         file.write(b".")
@@ -115,7 +116,7 @@ def counted(writer: StoreWriter, work: Work) -> Iterator[None]:
 
 
 def packed(probe: Any) -> bytes:
-    """A probe for another machine. Decoders and embeddings are closures, which only cloudpickle can write.
+    """Pack a probe for another machine. Decoders and embeddings are closures, which only cloudpickle can write.
 
     transformers hangs hooks with context variables on some models; they stand for "nobody is listening" in the copy.
     """
@@ -138,12 +139,12 @@ def _silent_variable(name: str) -> ContextVar[Any]:
 
 
 def unpacked(data: bytes, device: str) -> Any:
-    """On another device than the one it was packed on, with every tensor inside its closures."""
+    """Unpack a probe onto a device, with every tensor inside its closures."""
     return torch.load(io.BytesIO(data), map_location=device, weights_only=False)
 
 
 def _resources(ray: Any, workers: int | None) -> tuple[int, int]:
-    """GPUs of the cluster and how many workers to start. Ray Data needs a CPU beside them, or it waits for ever."""
+    """Return the GPUs of the cluster and how many workers to start; Ray Data needs a CPU beside them to go on."""
     total = ray.cluster_resources()
     gpus, cpus = int(total.get("GPU", 0)), int(total.get("CPU", 0))
     workers = workers or gpus or max(1, cpus // 2)

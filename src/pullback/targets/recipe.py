@@ -71,7 +71,7 @@ def targets_of(
     batch_size: int | None = None,
     on_progress: Callable[[int], None] | None = None,
 ) -> Targets:
-    """Targets at features [B, N, D], as many samples at a time as memory holds (or ``batch_size``).
+    """Compute the targets at features [B, N, D], as many samples at a time as memory holds (or ``batch_size``).
 
     "exact": min(M, N D) products tell everything. "krylov": block Krylov until the energies are accurate to ``rtol``
     (imp* then is, too: measured 3e-4 in norm, 1e-3 for the median token of DINOv2-S), then ``num_probes`` VJPs for the
@@ -147,7 +147,8 @@ def _targets(op: JacobianOperator, shape: torch.Size, recipe: Recipe, streams: S
 
 
 def _samples_that_fit(recipe: Recipe, rows: int, features: Tensor) -> int:
-    """Twice the dense J and the copy that joins its pieces, or twice a Krylov basis, its copies and the probes."""
+    """Return how many samples to take at a time: each needs twice the dense J and the copy that joins its pieces, or
+    twice a Krylov basis, its copies and the probes."""
     inputs = features[0].numel()
     krylov = 4 * default_block(recipe.rank) * USUAL_DEPTH + 3 * recipe.num_probes
     columns = 2 * min(rows, inputs) if recipe.method == "exact" else krylov

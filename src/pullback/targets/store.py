@@ -82,7 +82,7 @@ class TargetStore:
         return (table for path in self.shards if len(table := self._read(path)))
 
     def read(self, *, modes: bool = True) -> TargetTable:
-        """All rows in one table, without the modes if they are not wanted."""
+        """Read all rows into one table, without the modes if they are not wanted."""
         tables = [table for path in self.shards if len(table := self._read(path, modes))]
         if not tables:
             raise PullbackError(f"folder: {self.folder} holds no rows yet. Run `pullback targets` to the end first.")
@@ -110,7 +110,7 @@ class TargetStore:
         return next((info["method"] for info in self._infos if info["method"]), None)
 
     def rows_done(self) -> set[tuple[str, int]]:
-        """(key, crop number) of every row."""
+        """Return (key, crop number) of every row."""
         _, parquet = load_arrow()
         done: set[tuple[str, int]] = set()
         for path in self.shards:
@@ -119,7 +119,7 @@ class TargetStore:
         return done
 
     def source(self) -> Source:
-        """The images behind the rows: ``{item.key: item for item in store.source()}``."""
+        """Open the images behind the rows: ``{item.key: item for item in store.source()}``."""
         if self.config["source"] == LISTED:
             raise PullbackError(
                 f"source: the images of {self.folder} came as a Python list, which is not stored. "
@@ -205,7 +205,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 def configuration(
     probe: ProbeMap, recipe: Recipe, pixels: PixelFormat, *, crops: int, seed: int, source: str
 ) -> dict[str, Any]:
-    """Everything that decides the rows, as plain JSON."""
+    """Return everything that decides the rows, as plain JSON."""
     backbone = probe.backbone
     height, width = pixels.size
     layout = backbone.token_layout(torch.empty(0, 3, height, width))
@@ -245,7 +245,7 @@ def _probe_choices(probe: ProbeMap) -> dict[str, Any]:
 
 
 def _name(part: object) -> str | None:
-    """The name of a task distance or an output metric: that of a function, or the hash of a fixed matrix."""
+    """Return the name of a task distance or an output metric: a function's own, or the hash of a fixed matrix."""
     if part is None or isinstance(part, str):
         return part
     if isinstance(part, torch.Tensor):
@@ -258,7 +258,7 @@ _DOUBLES = ("kappa", "kappa_se", "total", "total_se")
 
 
 def load_arrow() -> tuple[Any, Any]:
-    """The modules pyarrow and pyarrow.parquet, or an error that says how to install them."""
+    """Import pyarrow and pyarrow.parquet, or raise an error that says how to install them."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -271,7 +271,7 @@ def load_arrow() -> tuple[Any, Any]:
 
 
 def to_arrow(pa: Any, shard: Shard, config: dict[str, Any]) -> Any:
-    """The Arrow table of a shard; configuration and skipped images go into its metadata, so that one file holds all."""
+    """Return the Arrow table of a shard, with the configuration and the skipped images in its metadata."""
     info = {
         "skipped": [[item.key, item.reason] for item in shard.skipped],
         "seconds": shard.seconds,
@@ -298,7 +298,7 @@ def to_arrow(pa: Any, shard: Shard, config: dict[str, Any]) -> Any:
 
 
 def _schema(pa: Any, config: dict[str, Any]) -> Any:
-    """The columns, from the configuration alone: a shard without a readable image has the same ones."""
+    """Return the columns, from the configuration alone: a shard without a readable image has the same ones."""
     lengths = _lengths(config)
     fields = [
         ("key", pa.string()),
@@ -324,7 +324,7 @@ def _fixed_lists(pa: Any, values: Tensor) -> Any:
 
 
 def from_arrow(table: Any, config: dict[str, Any]) -> TargetTable:
-    """The rows of a shard's Arrow table as tensors."""
+    """Return the rows of a shard's Arrow table as tensors."""
     columns = {name: table[name].combine_chunks() for name in table.column_names}
     rows, lengths = table.num_rows, _lengths(config)
 

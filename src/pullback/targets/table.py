@@ -77,7 +77,7 @@ class TargetTable:
         return self.block_energy.clamp_min(0).sqrt()
 
     def select(self, rows: Sequence[int] | Tensor) -> TargetTable:
-        """These rows, in this order."""
+        """Return these rows, in this order."""
         chosen = [int(row) for row in rows]
 
         def pick(column: Any) -> Any:
@@ -89,7 +89,7 @@ class TargetTable:
 
     @classmethod
     def join(cls, tables: Sequence[TargetTable]) -> TargetTable:
-        """Tables of one token count and rank, one after the other."""
+        """Join tables of one token count and rank."""
         if not tables:
             raise PullbackError("tables: expected at least one, got none.")
         shapes = {(table.tokens, table.rank) for table in tables}

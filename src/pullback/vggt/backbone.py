@@ -116,7 +116,7 @@ class VGGTBackbone(AnyBackbone):
             check_width(size, self.patch_size)
 
     def read(self, path: ImageSource, size: Size = None, limit: int | None = None) -> Samples:
-        """Every folder that holds images is a scene; ``size`` is the width of its views."""
+        """Read scenes: every folder that holds images is one; ``size`` is the width of its views."""
         self.check_size(size)
         width = size if isinstance(size, int) else self.preprocessing.size
         found = read_scenes(path, size=width, patch_size=self.patch_size, limit=limit)

@@ -54,7 +54,7 @@ class CameraMetric:
 
     @property
     def __name__(self) -> str:
-        """As a store of targets records it."""
+        """The name that a store of targets records."""
         return f"CameraMetric(translation_unit={self.translation_unit:g}, fov_unit={self.fov_unit:g})"
 
     def check(self, decoder: str, *, distance: bool) -> None:

@@ -73,7 +73,7 @@ class VGGT(VGGTNetwork):
 
 
 def load_vggt(name: str, device: torch.device, dtype: torch.dtype) -> VGGT:
-    """What `pullback.registry` loads a VGGT with."""
+    """Load a VGGT; the loader that `pullback.registry` names."""
     return VGGT.from_pretrained(name, device=device, dtype=dtype)
 
 
@@ -186,7 +186,7 @@ def _absent_heads(model: VGGTNetwork) -> list[str]:
 def check_names_and_shapes(
     expected: Mapping[str, tuple[int, ...]], stored: Mapping[str, tuple[int, ...]], where: str
 ) -> None:
-    """Every parameter once, in its shape, and nothing else; raises a ModelError that names what differs."""
+    """Raise a ModelError that names what differs, unless there is every parameter once, in its shape, and no other."""
     missing = [name for name in expected if name not in stored]
     unexpected = [name for name in stored if name not in expected]
     wrong = [
@@ -204,7 +204,7 @@ def check_names_and_shapes(
 
 
 def _check_dtypes(stored: Mapping[str, str], where: str) -> None:
-    """By the names of safetensors: F32, BF16, I64, BOOL and so on."""
+    """Refuse weights of unexpected dtypes, by the names of safetensors: F32, BF16, I64, BOOL and so on."""
     wrong = [f"{name} ({dtype})" for name, dtype in stored.items() if not dtype.startswith(("F", "BF"))]
     if wrong:
         raise ModelError(

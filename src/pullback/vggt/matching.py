@@ -29,8 +29,8 @@ _NONE = -2.0  # below `NOBODY`
 
 @dataclass(frozen=True, eq=False)
 class Groups:
-    """Of N tokens K are kept and R removed, each of which follows a kept one; ``merged`` says whether its content also
-    goes into the group's mean. Places are those of the sequence."""
+    """A split of N tokens into K kept and R removed ones, each of which follows a kept one; ``merged`` says whether its
+    content also goes into the group's mean. Places are those of the sequence."""
 
     kept: Tensor  # [B, K]
     removed: Tensor  # [B, R], group by group
@@ -83,7 +83,7 @@ def group_tokens(
     grid: Tensor,
     gate: float = NOBODY,
 ) -> Groups:
-    """Which ``count`` patches of tokens [B, N, C] with scores [B, N] go, and whom they follow.
+    """Choose ``count`` patches of tokens [B, N, C] with scores [B, N] to remove, and the token that each one follows.
 
     ``order`` [N] are all places, the ``prefix`` that never go first; ``grid`` [N] or [B, N] bool, by place, are the
     points of a strided grid. With a cosine under ``gate`` a token follows and is not merged.
@@ -113,7 +113,7 @@ def residuals(tokens: Tensor, scores: Tensor, allowed: Tensor) -> Tensor:
 
 
 def nearest(tokens: Tensor, asking: Tensor, allowed: Tensor, place: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """For each token ``asking`` [B, n], the highest cosine to an ``allowed`` one [B, N] bool, and its index, [B, n];
+    """Find for tokens ``asking`` [B, n] the highest cosine to an ``allowed`` one [B, N] bool, and its index, [B, n];
     with ``place`` [B, N], of `ranks`, only to those before it. Below `NOBODY` where there is none."""
     unit = F.pad(F.normalize(tokens, dim=-1), (0, 0, 0, -tokens.shape[1] % ALIGNED))
     chunk = max(1, max(CHUNK_NUMBERS, tokens.numel()) // unit.shape[:2].numel())
@@ -167,7 +167,7 @@ def prune_within_views(
 def _decide_within_views(
     tokens: Tensor, context: ScoreContext, plan: PrunePlan, scores: Tensor, count: int, gate: float
 ) -> tuple[Matching, Tensor]:
-    """As for images, but for the strided grid: here it widens with the ratio, so that enough is left to remove."""
+    """Decide as for images, but for the strided grid: it widens with the ratio, so that enough is left to remove."""
     if plan.match != "strided":
         return decide(tokens, context, plan, lambda *_: scores, count, gate)
     grid = grid_points(context.layout, plan.ratio).to(tokens.device)[context.positions]
@@ -203,7 +203,7 @@ def strided_score(ratio: float) -> Score:
 
 
 def _destinations(tokens: Tensor, plan: PrunePlan, prefix: int, grid: Tensor) -> Tensor:
-    """[B, N] bool: who may be followed, if kept; never the prefix."""
+    """Return which tokens [B, N] may be followed, if they are kept; never the prefix."""
     patch = torch.arange(tokens.shape[1], device=tokens.device) >= prefix
     if plan.match == "strided":
         return (patch & grid).expand(tokens.shape[:2])

@@ -65,7 +65,7 @@ class Aggregator(nn.Module):
         return Block(own.embed_dim, own.num_heads, own.mlp_ratio, layer_scale=own.layer_scale, qk_norm=True)
 
     def token_layout(self, images: Tensor) -> TokenLayout:
-        """Where the tokens of images [B, S, 3, H, W] sit; images that cannot be embedded are refused here."""
+        """Return where the tokens of images [B, S, 3, H, W] sit; images that cannot be embedded are refused here."""
         if images.ndim != 5 or images.shape[2] != 3 or not images.shape[0] or not images.shape[1]:
             raise ImageError(
                 "images: expected one scene [S, 3, H, W] or several [B, S, 3, H, W] with at least one view of three "

@@ -43,7 +43,7 @@ class CameraHead(nn.Module):
         return [activated(raw) for raw in self.rounds(tap, derivative=derivative)]
 
     def rounds(self, tap: Tensor, *, derivative: PoseDerivative = "exact") -> list[Tensor]:
-        """The same before the activation, [B, S, 9] each; it is these that the next round sees."""
+        """Return what `forward` does before the activation, [B, S, 9] each: what the next round sees."""
         if derivative not in get_args(PoseDerivative):
             raise ModelError(
                 f"derivative: expected 'exact' (through all rounds) or 'official' (only the last correction, as "

@@ -44,7 +44,7 @@ class VGGTConfig:
 
     @classmethod
     def from_dict(cls, stored: Mapping[str, Any]) -> VGGTConfig:
-        """From what a config.json holds; names that are not fields are left alone."""
+        """Make a config of what a config.json holds; names that are not fields are left alone."""
         known = {field.name for field in fields(cls)}
         return cls(**{name: value for name, value in stored.items() if name in known})
 
