@@ -100,7 +100,7 @@ def relative_l2(pruned: Tensor, full: Tensor) -> Tensor:
 
 
 def silog(pruned: Tensor, full: Tensor, *, weight: float = 1.0) -> SilogErrors:
-    """Return the scale-invariant log error of depths [B, ...]; ``weight`` is lambda (1: a common factor is none)."""
+    """Return the scale-invariant log error of depths [B, ...]; ``weight`` is lambda: 1 ignores a common factor."""
     if not 0 <= weight <= 1:
         raise PullbackError(f"weight: expected lambda between 0 and 1, got {weight}.")
     a, b = _pair(pruned, full)
