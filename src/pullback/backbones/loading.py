@@ -140,7 +140,6 @@ def _load(
     where, reader = _place(name), reader_of(config)
     module = _read_with_transformers(where, entry) if reader is None else reader(where, config)
     module = module.to(device=target, dtype=dtype).eval().requires_grad_(False)
-    vars(module)["name_or_path"] = where  # as transformers has it: what lies beside the weights is found again
     backbone = adapt(module, name if name in EMBEDDED else where)
     return replace(backbone, preprocessing=published_preprocessing(where, backbone.preprocessing))
 
@@ -297,6 +296,7 @@ def _filled(model: nn.Module, state: dict[str, Tensor], name: str, kind: str) ->
             f"shape, such as {sorted(wrong)[0]}. Is it a complete checkpoint of this family?"
         )
     model.load_state_dict({key: state[key] for key in expected if key in state}, strict=False, assign=True)
+    vars(model)["name_or_path"] = name  # as models of transformers have it: what lies beside the weights is found again
     return model
 
 
