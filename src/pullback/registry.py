@@ -196,6 +196,15 @@ BACKBONES: dict[str, BackboneEntry] = {
             assemble=f"{_OUTPUTS}:vit",
         ),
         BackboneEntry(
+            "timm-vit",
+            ("timm_vit",),
+            "pullback.backbones.timm_vit:adapt",
+            ("cls", "mean", "logits", "logit-K"),
+            "a module of timm, or with its names",
+            assemble="pullback.backbones.timm_vit:assemble",
+            recognise="pullback.backbones.timm_vit:recognise",
+        ),
+        BackboneEntry(
             "depth-anything",
             ("depth_anything",),
             f"{_FAMILIES}:depth_anything",

@@ -16,7 +16,8 @@ KEPT = torch.tensor([[0, 2, 3, 5], [4, 1, 0, 3]])  # two samples keep different 
 
 def own_layers(name: str) -> nn.ModuleList:
     depth = SMALL_MODELS[name].depth
-    return next(part for part in model_of(name).modules() if isinstance(part, nn.ModuleList) and len(part) == depth)
+    lists = (part for part in model_of(name).modules() if isinstance(part, (nn.ModuleList, nn.Sequential)))
+    return next(part for part in lists if len(part) == depth)
 
 
 def own_rope(name: str, positions: torch.Tensor) -> dict:

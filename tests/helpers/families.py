@@ -17,6 +17,7 @@ import torch.nn.functional as F
 import transformers as tf
 from torch import Tensor, nn
 
+from helpers.timm_names import TimmViT
 from pullback.models.tiny_scenes import TinyScenes, TinyScenesConfig
 from pullback.runs.files import write_network
 
@@ -38,6 +39,7 @@ class SmallModel:
     references: dict[str, Reference]
     patch_size: int
     depth: int = 3
+    folder: bool = True  # whether it can be saved as a folder and loaded from it
 
 
 def save(model: nn.Module, folder: Path) -> None:
@@ -280,6 +282,16 @@ CLIP_CLASSIFIER = {
     "cls": _pooled_any_size,
     "mean": _patch_mean(lambda model, images: model.post_layernorm(_tokens_any_size(model, images)), 1),
 }
+TIMM_TOKEN = {
+    "cls": lambda model, images: model.forward_features(images)[:, 0],
+    "mean": _patch_mean(lambda model, images: model.forward_features(images), 1),
+    "logits": lambda model, images: model(images),
+    ONE_LOGIT: lambda model, images: model(images)[:, 3:4],
+}
+TIMM_AVG = TIMM_TOKEN | {  # its only norm, in front of the head, stands for the final one
+    "cls": lambda model, images: model.fc_norm(model.forward_features(images)[:, 0]),
+    "mean": _patch_mean(lambda model, images: model.fc_norm(model.forward_features(images)), 3),
+}
 DEPTH = {
     "depth": _depth,
     DOWNSAMPLED: lambda model, images: F.adaptive_avg_pool2d(_depth(model, images), (3, 4)),
@@ -349,6 +361,8 @@ SMALL_MODELS: dict[str, SmallModel] = {
         _classified("vision_model", SIGLIP, _logits_any_size),
         8,
     ),
+    "timm-token": SmallModel("timm-vit", partial(TimmViT, "token"), TIMM_TOKEN, 8, folder=False),
+    "timm-avg": SmallModel("timm-vit", partial(TimmViT, "avg", registers=2), TIMM_AVG, 8, folder=False),
     "depth-v1": SmallModel("depth-anything", partial(_depth_anything, V1_STYLE), DEPTH, 14, 5),
     "depth-v2": SmallModel("depth-anything", partial(_depth_anything, V2_STYLE), DEPTH, 14, 5),
     "depth-v2-metric": SmallModel("depth-anything", partial(_depth_anything, V2_STYLE, "metric"), DEPTH, 14, 5),

@@ -104,18 +104,24 @@ def _identified(model: Model) -> tuple[BackboneEntry, dict[str, Any]]:
     """The family of a model, and config.json where that had to be read for it."""
     if isinstance(model, nn.Module):
         model_type = getattr(getattr(model, "config", None), "model_type", None)
-        if model_type is None:
-            raise ModelError(
-                f"model: expected a transformers vision model, got {type(model).__name__}, which has no config with a "
-                "model type. Give a network of your own the attribute config.model_type and add its family by "
-                "pullback.register_backbone."
-            )
-        return family_of(model_type), {}
+        return (_recognised(model) if model_type is None else family_of(model_type)), {}
     claimed = _claimed(os.fspath(model))
     if claimed is not None:
         return claimed, {}
     config = read_config(_place(os.fspath(model)), ", ".join(EMBEDDED))
     return family_of(config["model_type"]), config
+
+
+def _recognised(model: nn.Module) -> BackboneEntry:
+    """Return the family that knows a module without a model type by its parts."""
+    for entry in backbones():
+        if entry.recognise is not None and resolve(entry.recognise)(getattr(model, "_orig_mod", model)):
+            return entry
+    raise ModelError(
+        f"model: expected a transformers vision model, got {type(model).__name__}, which has no config with a model "
+        "type, nor the parts of a ViT of timm. Give a network of your own the attribute config.model_type and add its "
+        "family by pullback.register_backbone (docs/guide/own-vit.md)."
+    )
 
 
 def _load(

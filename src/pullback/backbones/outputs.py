@@ -179,7 +179,7 @@ def classifier_of(model: nn.Module, family: str) -> Classifier | None:
 def classifier(family: str, head: Any, distilled: Any = None) -> Classifier | None:
     """Return how a family makes logits by its ``head``; of DeiT with a teacher also by that of the ``distilled`` token.
     None for families that have no classifiers."""
-    how, classes = READS.get(family), _width(head)
+    how, classes = READS.get(family), class_count(head)
     if how == "both":
         return Classifier(lambda x, layout: head(torch.cat([x[:, 0], _patch_mean(x, layout)], 1)), classes)
     if how == "class token" and distilled is None:
@@ -195,8 +195,8 @@ def _patch_mean(tokens: Tensor, layout: TokenLayout) -> Tensor:
     return tokens[:, layout.prefix :].mean(1)
 
 
-def _width(head: Any) -> int | None:
-    """Return the number of classes; None for a head that is no linear layer, such as the identity."""
+def class_count(head: Any) -> int | None:
+    """Return the number of classes of a linear layer; None for a head that is none, such as the identity."""
     weight = getattr(head, "weight", None)
     return None if weight is None else int(weight.shape[0])
 

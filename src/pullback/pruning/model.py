@@ -157,7 +157,7 @@ class PrunedModel(Pruned):
 
     @property
     def config(self) -> Any:
-        return self.model.config
+        return getattr(self.model, "config", None)
 
     @property
     def device(self) -> torch.device:
