@@ -178,6 +178,15 @@ BACKBONES: dict[str, BackboneEntry] = {
             assemble=f"{_OUTPUTS}:siglip",
         ),
         BackboneEntry(
+            "siglip2",
+            ("siglip2", "siglip2_vision_model"),
+            f"{_FAMILIES}:siglip2",
+            ("pool", "mean", "logits", "logit-K"),
+            "google/siglip2-base-patch16-naflex",
+            loader="Siglip2VisionModel",
+            assemble=f"{_OUTPUTS}:siglip",
+        ),
+        BackboneEntry(
             "vit",
             ("vit",),
             f"{_FAMILIES}:vit",

@@ -14,7 +14,7 @@ from pullback.models import EMBEDDED
 from pullback.registry import BACKBONES
 from pullback.tokens import TokenLayout
 
-PREFIX = {"dinov2": 1, "dinov2-registers": 3, "dinov3": 3, "clip": 1, "siglip": 0, "vit": 1, "deit": 2, "timm-avg": 3}
+PREFIX = {"dinov2-registers": 3, "dinov3": 3, "siglip": 0, "siglip2": 0, "deit": 2, "timm-avg": 3}  # others: 1
 
 
 @pytest.mark.parametrize("name", SMALL_MODELS)

@@ -36,7 +36,7 @@ def own_rope(name: str, positions: torch.Tensor) -> dict:
 
 
 def run_own_layers(name: str, tokens: torch.Tensor, start: int, stop: int, positions: torch.Tensor) -> torch.Tensor:
-    wants_mask = SMALL_MODELS[name].family in ("clip", "siglip")
+    wants_mask = SMALL_MODELS[name].family in ("clip", "siglip", "siglip2")
     options = own_rope(name, positions) | ({"attention_mask": None} if wants_mask else {})
     for layer in own_layers(name)[start:stop]:
         out = layer(tokens, **options)

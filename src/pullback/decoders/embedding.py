@@ -53,7 +53,7 @@ def patch_mean(backbone: Backbone) -> Decoder:
 def pool(backbone: Backbone) -> Decoder:
     """The model's own pooling head: attention pooling (SigLIP) or a dense layer on the class token (ViT, DeiT)."""
     last = (backbone.depth - 1,)
-    head = pooling_head(backbone) if backbone.family == "siglip" else None
+    head = pooling_head(backbone) if backbone.family.startswith("siglip") else None
     if head is not None:
         return Decoder("pool", last, lambda taps, layout: attention_pool(head, taps[0]))
     pooler = getattr(backbone.model, "pooler", None)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from pullback import __version__
 from pullback.backbones import load_backbone
-from pullback.backbones.outputs import FIXED_SIZE
+from pullback.backbones.outputs import own_output
 from pullback.data.images import PixelFormat, SkippedImage, find_images, stream_images
 from pullback.decoders import build_decoder
 from pullback.errors import ImageError, PullbackError
@@ -403,11 +403,10 @@ def _calls(
         return partial(subject.full, images), {
             rule: partial(subject.output, model, images) for rule, model in models.items()
         }
-    options = {"interpolate_pos_encoding": True} if subject.backbone.family in FIXED_SIZE else {}
 
     def run(model: Any) -> Any:
         with subject.arithmetic():
-            return model(images, **options)
+            return own_output(model, subject.backbone, images)
 
     return partial(run, subject.backbone.model), {rule: partial(run, model) for rule, model in models.items()}
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from pullback import registry
 from pullback.backbones import Backbone, Remaining, load_backbone
 from pullback.backbones.loading import first_line, locate, read_config, reader_of
-from pullback.backbones.outputs import FIXED_SIZE, assembler, check_output_class, no_assembler
+from pullback.backbones.outputs import FIXED_SIZE, as_images, assembler, check_output_class, no_assembler
 from pullback.errors import ModelError, PullbackError, ShapeError
 from pullback.pruning.forward import PrunedRun, forward, prepared
 from pullback.pruning.plan import PrunePlan
@@ -207,6 +207,9 @@ class PrunedModel(Pruned):
             raise ShapeError(f"pixel_values: expected images [B, 3, H, W], got {type(pixel_values).__name__}.")
         if self.plan.ratio == 0:
             return self.model(pixel_values, **options)
+        if self.backbone.family == "siglip2":
+            mask, shapes = options.pop("pixel_attention_mask", None), options.pop("spatial_shapes", None)
+            pixel_values = as_images(pixel_values, mask, shapes, self.backbone.patch_size)
         as_tuple = self._as_tuple(options.pop("return_dict", None))
         self._check(options)
         self._check_size(pixel_values, bool(options.get("interpolate_pos_encoding")))
