@@ -95,8 +95,11 @@ def spectrum_png(document: dict[str, Any], theme: Theme = LIGHT, dpi: int = DPI)
             axes.margins(x=0.02)
         handles, labels = decay.get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=min(3, len(labels)), frameon=False)
-        mean = f"mean of {count} {unit(document)}s" if count > 1 else f"one {unit(document)}"
-        title(figure, f"{short_name(document['model'])}, {document['decoder']}: {mean}, bands ± 2 standard errors")
+        of = unit(document)
+        mean = f"mean of {count} {of}s, bands ± 2 standard errors"
+        if count == 1:
+            mean = f"one {of}, no error over {of}s, bands ± 2 errors of the estimate"
+        title(figure, f"{short_name(document['model'])}, {document['decoder']}: {mean}")
         return png(figure, dpi)
 
 
