@@ -162,14 +162,22 @@ def test_a_skipped_image_is_named(run):
     assert "00-broken.png: not a readable image" in run.result.output
 
 
-def test_running_again_overwrites(images, tmp_path):
+def test_running_again_goes_on_and_other_settings_are_refused(images, tmp_path):
     diagnose(images, tmp_path, "--layer", 1)
-    again = diagnose(images, tmp_path, "--layer", 3, "--seed", 5)
-    assert [layer["layer"] for layer in again.document["layers"]] == [3]
-    assert again.document["seed"] == 5
-    assert not (tmp_path / "tokens_L01.png").exists(), "a figure that belongs to no result"
-    with np.load(tmp_path / "importance.npz") as arrays:
-        assert "L01" not in arrays.files
+    again = diagnose(images, tmp_path, "--layer", 3)
+    assert [layer["layer"] for layer in again.document["layers"]] == [1, 3]
+    refused = pullback(
+        "diagnose", "tiny-scenes", "--images", images, "--out", tmp_path, *SMALL, "--layer", 3, "--seed", 5
+    )
+    assert refused.exit_code == 2 and "other settings (seed: 0 there, 5 asked for)" in refused.output
+    assert strict(tmp_path / "diagnosis.json") == again.document
+
+
+def test_a_folder_of_another_command_is_left_alone(images, tmp_path):
+    (tmp_path / "summary.json").write_text("{}")
+    result = pullback("diagnose", "tiny-scenes", "--images", images, "--out", tmp_path, *SMALL)
+    assert result.exit_code == 2 and "holds a comparison of pruning rules" in result.output
+    assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
 
 
 def test_the_default_layer_is_the_last_but_one(images, tmp_path):

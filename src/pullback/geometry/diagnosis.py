@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -50,7 +50,7 @@ class Part:
     first: int
     samples: tuple[SampleDiagnosis, ...]
     importance: Tensor  # [b, N] on the CPU, imp* of every token at the first rank
-    convergence: tuple[ConvergenceRow, ...]  # of those samples that have one
+    convergence: tuple[ConvergenceRow, ...]  # of those samples that have one, on the CPU
     method: str
     products: ProductCount  # of these samples together
     seconds: float
@@ -306,7 +306,11 @@ def _convergence(
     if part.sketch.method == "paper":  # unconverged modes cannot judge convergence
         reference = block_krylov(operator, rank, rtol=1e-4, streams=other).right
     table = convergence_table(operator, reference, part.sketch.total.value[: operator.batch], streams=start)
-    return table, operator.products
+    on_cpu = [
+        replace(row, alignment_error=row.alignment_error.cpu(), gradient_signal_ratio=row.gradient_signal_ratio.cpu())
+        for row in table
+    ]
+    return tuple(on_cpu), operator.products
 
 
 def _diagnose_batch(
