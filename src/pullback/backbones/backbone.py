@@ -77,7 +77,7 @@ class AnyBackbone(ABC):
     def __repr__(self) -> str:
         size = f"{self.depth} blocks of width {self.dim}, patches of {self.patch_size} pixels"
         kind = f"{str(self.dtype).removeprefix('torch.')} on {self.device}"
-        return f"{type(self).__name__}({self.name!r}, {self.family}: {size}, {self.prefix} prefix tokens, {kind})"
+        return f"{type(self).__name__}({self.name!r}, family {self.family}, {size}, prefix of {self.prefix}, {kind})"
 
     # What a network must say
 

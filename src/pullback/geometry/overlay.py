@@ -67,7 +67,7 @@ def overlay(
     return heat.lay_over(picture, relative, heat.limits(relative), opacity)
 
 
-def _energy(importance: Importance) -> Tensor:
+def _energy(importance: object) -> Tensor:
     """Check the importance and return its square, [N] in float64 on the CPU."""
     if not isinstance(importance, Tensor | np.ndarray):
         found = type(importance).__name__

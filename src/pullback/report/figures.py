@@ -84,7 +84,8 @@ def overview_figure(layer: dict[str, Any], energy: np.ndarray, name: str, unit: 
     tall = (width - 1.2) / across * rows / columns + 0.5
     with style(LIGHT):
         figure = Figure(figsize=(width, 3.8 + tall), layout="constrained")
-        above, below = figure.subfigures(2, 1, height_ratios=(3.8, tall))
+        halves: Any = figure.subfigures(2, 1, height_ratios=(3.8, tall))
+        above, below = halves
         spectrum_axes(above, [layer], LIGHT)
         scale = energy_scale(energy)
         cells = below.subplots(1, across, squeeze=False)[0]

@@ -1,4 +1,4 @@
-"""The files that a diagnosis and a comparison of pruning rules leave in their folders: names, and how to read them."""
+"""The files that runs leave in their folders (diagnoses, looks, comparisons of pruning rules): names, and readers."""
 
 from __future__ import annotations
 
@@ -52,6 +52,15 @@ def read_scenes(folder: Path) -> dict[str, np.ndarray]:
     """`pictures` uint8 [b, h, w, 3] with `captions`, `true_depth` (0: sky), `predicted_depth` [b, h, w] and its
     `abs_rel` [b]; `energy` of patches [t, b, rows, columns] for each of the `tasks`; the name of the `model`."""
     return _read_arrays(folder / SCENES)
+
+
+LOOK = "look.json"
+LOOK_ARRAYS = "look.npz"
+
+
+def read_look(folder: Path) -> dict[str, np.ndarray]:
+    """`pictures` uint8 [b, H, W, 3]; `energy` of every token [maps, b, N]; `grid` [2], `prefix`."""
+    return _read_arrays(folder / LOOK_ARRAYS)
 
 
 def _read_arrays(path: Path) -> dict[str, np.ndarray]:
