@@ -38,6 +38,11 @@ class Decoder:
                 f"{self.layers!r}."
             )
 
+    def __repr__(self) -> str:
+        reads = "all tokens" if self.rows is None else f"the first {self.rows} tokens" if self.rows > 1 else "token 0"
+        norm = "after the norm" if self.normed else "before the norm"
+        return f"Decoder({self.name!r}, reads {reads} of layers {list(self.layers)} {norm})"
+
     def read(self, tap: Tensor, norm: TokenMap) -> Tensor:
         """What it sees of a layer [B, N, D]: the first ``rows`` tokens, after ``norm`` if it is to be applied."""
         seen = tap[:, : self.rows]

@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,6 +24,9 @@ from pullback.randnla import Estimate, Sketch, Streams, block_krylov, effective_
 from pullback.randnla.estimate import student_quantile
 from pullback.randnla.orthonormal import qr_basis
 from pullback.tokens import TokenLayout
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # The regimes, with their thresholds and advice as data
 
@@ -192,6 +195,22 @@ class Tractability:
                 f"modes have probably not converged. {self.regime.advice}"
             )
         return self.regime.advice
+
+    def plot(self) -> Figure:
+        """Draw the energy of each direction, kappa, and the energy of each patch, as a matplotlib figure."""
+        from pullback.geometry.shown import shown_report
+
+        return shown_report(self).plot()
+
+    def __repr__(self) -> str:
+        from pullback.geometry.shown import shown_report
+
+        return f"Tractability({shown_report(self).line('regime')})"
+
+    def _repr_html_(self) -> str:
+        from pullback.geometry.shown import shown_report
+
+        return shown_report(self).html()
 
     def __str__(self) -> str:
         bound = ">=" if self.r90[1] else ""

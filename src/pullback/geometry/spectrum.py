@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from pullback.operators import JacobianOperator, LowRankMetric, ProductCount, ch
 from pullback.operators.execution import free_bytes, is_too_large
 from pullback.randnla import Estimate, Sketch, Streams, sketch
 from pullback.tokens import TokenLayout
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,7 @@ class Spectrum:
     products: ProductCount  # per sample, of the one that took most
     seed: int
     token_layout: TokenLayout
+    probe: str = ""  # the name of the probe map
 
     @property
     def rank(self) -> int:
@@ -42,6 +46,22 @@ class Spectrum:
     def metric(self, floor: float = 0.0) -> LowRankMetric:
         """Return the rank-r pullback metric eps I + sum_j sigma_j^2 v_j v_j^T."""
         return LowRankMetric(self.modes, self.singular_values.square(), floor)
+
+    def plot(self) -> Figure:
+        """Draw the energy of each direction, kappa, and the energy of each patch, as a matplotlib figure."""
+        from pullback.geometry.shown import shown_spectrum
+
+        return shown_spectrum(self).plot()
+
+    def __repr__(self) -> str:
+        from pullback.geometry.shown import shown_spectrum
+
+        return f"Spectrum({shown_spectrum(self).line()})"
+
+    def _repr_html_(self) -> str:
+        from pullback.geometry.shown import shown_spectrum
+
+        return shown_spectrum(self).html()
 
 
 def as_token_maps(columns: Tensor, shape: torch.Size) -> Tensor:
@@ -106,6 +126,7 @@ def spectrum(
         products=ProductCount.most([s.products for s in done]),
         seed=seed,
         token_layout=probe.token_layout(features),
+        probe=probe.name,
     )
 
 

@@ -72,6 +72,23 @@ class ProbeMap:
             )
         check_metric(self.output_metric, self.decoder.name, distance=self.distance is not None)
 
+    def __repr__(self) -> str:
+        own = f"{self.backbone.name!r}, decoder={self.decoder.name!r}, layer={self.layer!r}"
+        set_apart = [
+            f"{name}={_name(value)}"
+            for name, value in (("distance", self.distance), ("output_metric", self.output_metric))
+            if value is not None
+        ]
+        set_apart += [f"{name}=False" for name in ("read_probe_layer", "after_norm") if not getattr(self, name)]
+        return f"ProbeMap({', '.join([own, *set_apart, f'device={str(self.device)!r}'])})"
+
+    def _repr_html_(self) -> str:
+        from pullback.report.notebook import probe_html
+
+        backbone, held = self.backbone, {"decoder": self.decoder.name, "layer": str(self.layer)}
+        facts = held | {"width": str(backbone.dim), "patches": f"{backbone.patch_size} pixels", "on": str(self.device)}
+        return probe_html(self.name, backbone.depth, self.layers, self.decoder.layers, facts)
+
     # Where the probe sits
 
     @property
@@ -310,3 +327,7 @@ class ProbeMap:
     def load_views(self, path: ImageSource, size: int | None = None) -> Tensor:
         """Read the views of one scene, for a backbone that takes several: [1, S, 3, H, W], ``size`` wide."""
         return self.backbone.load_views(path, size)
+
+
+def _name(function: object) -> str:
+    return getattr(function, "__name__", type(function).__name__)

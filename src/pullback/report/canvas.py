@@ -17,6 +17,8 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
+from pullback.report.heat import limits
+
 DPI = 150
 
 
@@ -91,17 +93,9 @@ class PictureGrid:
         return axes
 
 
-def relative_energy(patches: np.ndarray) -> np.ndarray:
-    """Divide energies [b, h, w] by their mean over each picture."""
-    relative: np.ndarray = patches / np.maximum(patches.mean((1, 2), keepdims=True), 1e-300)
-    return relative
-
-
 def energy_scale(relative: np.ndarray) -> LogNorm:
-    """Choose one colour scale for all pictures of a figure, at most two and a half decades wide."""
-    low, high = np.percentile(relative, [5, 99.5])
-    high = max(float(high), 1.5)
-    return LogNorm(min(max(float(low), high / 300), 0.7), high)
+    """Choose one colour scale for all pictures of a figure."""
+    return LogNorm(*limits(relative))
 
 
 def energy_bar(grid: PictureGrid, axes: Axes, scale: LogNorm) -> None:
