@@ -267,9 +267,9 @@ def fail_at_layer(layer: int, error: BaseException, monkeypatch) -> None:
     ("error", "code", "message"),
     [
         (NumericsError("features: NaN in image 1."), 2, "error: features: NaN in image 1."),
-        (torch.OutOfMemoryError("CUDA out of memory"), 2, "error: out of memory"),
+        (torch.OutOfMemoryError("CUDA out of memory"), 1, "error: out of memory"),
         (KeyboardInterrupt(), 130, "interrupted"),
-        (OSError(28, "No space left on device"), 2, "No space left on device"),
+        (OSError(28, "No space left on device"), 1, "No space left on device"),
     ],
     ids=["error", "memory", "interrupt", "disk"],
 )

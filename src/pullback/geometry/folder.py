@@ -29,7 +29,8 @@ from pullback.operators import ProductCount
 from pullback.probes import HOOKS, INPUTS, ProbeMap
 from pullback.randnla import Estimate
 from pullback.runs import documents as files
-from pullback.runs.files import make_folder, write_arrays, write_json
+from pullback.runs.files import write_arrays, write_json
+from pullback.runs.folder import check_kind, claim_folder
 from pullback.runs.progress import Progress, Silent
 from pullback.runs.provenance import provenance
 
@@ -75,12 +76,13 @@ def run_diagnosis(
     ``on_layer`` is called with the entry of each layer in `diagnosis.json` when it is on disk.
     """
     progress = progress or Silent()
+    check_kind(out, "diagnose")
     progress.stage(f"loading {request.model}")
     backbone = load_any_backbone(request.model, device=request.device)
     request = replace(request, decoder=request.decoder or backbone.default_decoder)
     probes = build_probes(request, backbone)  # a wrong layer, decoder or size is found before anything is computed
     backbone.check_size(request.size)
-    make_folder(out)
+    claim_folder(out, "diagnose")
     if batch is None:
         progress.stage(f"reading {backbone.unit} from {request.images}")
         samples = backbone.read(request.images, request.size, request.limit)

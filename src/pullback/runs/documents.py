@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pullback.errors import PullbackError
-from pullback.runs.files import read_json
+from pullback.runs.files import read_arrays, read_json
 
 if TYPE_CHECKING:
     import numpy as np
@@ -45,13 +45,13 @@ def read_importance(folder: Path) -> dict[str, np.ndarray]:
 
     Of scenes [B, N] has NaN behind the tokens of scenes with fewer than others; `scenes` (their names) and `views` [B],
     `grid` [B, 2]; `thumbnails_0`, `thumbnails_1`, ... of the first scenes uint8 [views, h, w, 3]."""
-    return _read_arrays(folder / IMPORTANCE)
+    return read_arrays(folder / IMPORTANCE)
 
 
 def read_scenes(folder: Path) -> dict[str, np.ndarray]:
     """`pictures` uint8 [b, h, w, 3] with `captions`, `true_depth` (0: sky), `predicted_depth` [b, h, w] and its
     `abs_rel` [b]; `energy` of patches [t, b, rows, columns] for each of the `tasks`; the name of the `model`."""
-    return _read_arrays(folder / SCENES)
+    return read_arrays(folder / SCENES)
 
 
 LOOK = "look.json"
@@ -60,14 +60,7 @@ LOOK_ARRAYS = "look.npz"
 
 def read_look(folder: Path) -> dict[str, np.ndarray]:
     """`pictures` uint8 [b, H, W, 3]; `energy` of every token [maps, b, N]; `grid` [2], `prefix`."""
-    return _read_arrays(folder / LOOK_ARRAYS)
-
-
-def _read_arrays(path: Path) -> dict[str, np.ndarray]:
-    import numpy as np  # the command line needs the names alone, and starts a third faster without it
-
-    with np.load(path, allow_pickle=False) as arrays:
-        return {name: arrays[name] for name in arrays.files}
+    return read_arrays(folder / LOOK_ARRAYS)
 
 
 SETTINGS = "settings.json"
@@ -100,4 +93,4 @@ def read_examples(folder: Path) -> dict[str, np.ndarray]:
     [p]) the ``fates`` uint8 [p, b, rows, columns], the patch a removed one was matched to (``partners`` int
     [p, b, rows, columns], -1: kept) and its ``values`` [p, b]. Of dense decoders also ``before`` [b, h, w] and
     ``after`` [p, b, h, w]."""
-    return _read_arrays(folder / EXAMPLES)
+    return read_arrays(folder / EXAMPLES)
