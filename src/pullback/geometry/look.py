@@ -29,7 +29,8 @@ from pullback.probes import HOOKS, INPUTS, ProbeMap
 from pullback.randnla import Streams
 from pullback.registry import decoders_for
 from pullback.runs import documents as files
-from pullback.runs.files import make_folder, write_arrays, write_json
+from pullback.runs.files import write_arrays, write_json
+from pullback.runs.folder import claim_folder
 from pullback.runs.progress import Progress, Silent
 from pullback.runs.provenance import provenance
 
@@ -61,7 +62,7 @@ def run_look(request: LookRequest, out: Path, progress: Progress | None = None) 
     """Write the maps of every image to `look.npz` and what they are to `look.json`, which is also returned."""
     progress = progress or Silent()
     found = _check(request)
-    make_folder(out)
+    claim_folder(out, "look")
     progress.stage(f"loading {request.model}")
     backbone = load_any_backbone(request.model, device=request.device)
     probes = _probes(request, backbone)
