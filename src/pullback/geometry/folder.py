@@ -22,7 +22,7 @@ from pullback.backbones import AnyBackbone, Group, Samples, image_samples, load_
 from pullback.data.images import ImageBatch
 from pullback.decoders import build_decoder, task_distance
 from pullback.errors import PullbackError
-from pullback.geometry import SampleDiagnosis, Tractability, classify, diagnose, layer_multiplicity
+from pullback.geometry import SampleDiagnosis, Tractability, diagnose, layer_multiplicity
 from pullback.geometry.diagnosis import join_tables
 from pullback.geometry.document import layer_result, multiplicity_result
 from pullback.operators import ProductCount
@@ -217,8 +217,8 @@ def join_reports(reports: Sequence[Tractability]) -> Tractability:
     """
     if len(reports) == 1:
         return reports[0]
-    largest = max(reports, key=lambda report: (_max_rank(report), report.input_shape[0]))
-    joined = replace(
+    largest = max(reports, key=lambda report: (report.max_rank, report.input_shape[0]))
+    return replace(
         largest,
         seed=reports[0].seed,
         method=", ".join(dict.fromkeys(report.method for report in reports)),
@@ -228,19 +228,6 @@ def join_reports(reports: Sequence[Tractability]) -> Tractability:
         products=sum((report.products for report in reports), ProductCount()),
         seconds=sum(report.seconds for report in reports),
     )
-    regime = classify(
-        kappa=joined.kappa.mean,
-        effective_rank=joined.r_eff_slq.mean,
-        cv=joined.cv.mean,
-        rank=joined.rank,
-        max_rank=_max_rank(largest),
-        thresholds=joined.thresholds,
-    )
-    return replace(joined, regime=regime)
-
-
-def _max_rank(report: Tractability) -> int:
-    return min(report.output_size, math.prod(report.input_shape))
 
 
 def _extended(sample: SampleDiagnosis, own: Tractability, largest: Tractability) -> SampleDiagnosis:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
-from pullback.geometry.diagnosis import Tractability, summarize
+from pullback.geometry.diagnosis import Tractability
+from pullback.geometry.summary import summarize
 from pullback.geometry.document import layer_result, number, summary
 from pullback.geometry.spectrum import Spectrum, token_importance
 from pullback.tokens import TokenLayout
@@ -54,7 +55,7 @@ def shown_report(report: Tractability) -> Shown:
 
     layer = layer_result(report, [""] * len(report.samples))
     unit = _unit(report.token_layout)
-    cv = layer["cv"]
+    cv, over_patches = layer["cv"], layer["regime_over_patches"]
     return Shown(
         name=report.probe,
         unit=unit,
@@ -66,7 +67,8 @@ def shown_report(report: Tractability) -> Shown:
             "rank for 90 % of it": wording.lower_bound(layer["r90"]),
             "effective rank": wording.plus_minus(layer["r_eff_slq"]["mean"], layer["r_eff_slq"]["se"]),
             "CV over tokens": f"{wording.plus_minus(cv['mean'], cv['se'])} (null {wording.plain(cv['null'], 2)})",
-            "regime": f"({layer['regime']}) {layer['regime_title']}",
+            "regime": wording.regime(layer),
+            **({} if over_patches is None else {"regime over patches": wording.regime(over_patches)}),
         },
         advice=report.advice,
     )

@@ -178,27 +178,31 @@ def sketch_in_batches(
     seed: int,
     precision: str = "float32",
     batch_size: int | None = None,
+    start: int = 0,
     **knobs: Any,
 ) -> Iterator[Sketched]:
     """Sketch all samples, halving the batch when memory runs out; what was finished before has then been handed over.
 
     Each sample has its own random stream, so results do not depend on the batch size (with ``rtol``, only within it:
-    probes are added for a batch as a whole)."""
+    probes are added for a batch as a whole). The samples before ``start`` are left out."""
     size = checked_batch_size(batch_size) or samples_that_fit(probe, features, rank)
 
     def work(part: Tensor, first: int) -> Sketched:
         streams = Streams.from_seed(seed, len(part), part.device, first)
         return Sketched(first, _sketch(probe, part, first, rank, precision, streams, knobs))
 
-    return in_batches(work, features, size)
+    return in_batches(work, features, size, start)
 
 
-def in_batches(work: Callable[[Tensor, int], _Result], features: Tensor, size: int) -> Iterator[_Result]:
+def in_batches(
+    work: Callable[[Tensor, int], _Result], features: Tensor, size: int, start: int = 0
+) -> Iterator[_Result]:
     """Call work(part, first) on the samples first, first + 1, ... of each part, halving it when memory runs out.
 
-    What was finished before has then been handed over, and is not done again.
+    What was finished before has then been handed over, and is not done again. The samples before ``start`` are left
+    out.
     """
-    first = 0
+    first = start
     while first < len(features):
         part = features[first : first + size]
         result = None

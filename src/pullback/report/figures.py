@@ -219,7 +219,9 @@ def scenes_png(arrays: dict[str, np.ndarray], theme: Theme = LIGHT, dpi: int = D
 
 
 def _averaged(count: int, unit: str) -> str:
-    return f"mean of {count} {unit}s, bands ± 2 standard errors" if count > 1 else f"one {unit}"
+    if count == 1:
+        return f"one {unit}, no error over {unit}s, bands ± 2 errors of the estimate"
+    return f"mean of {count} {unit}s, bands ± 2 standard errors"
 
 
 def _shares(layer: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
