@@ -63,18 +63,25 @@ def test_a_changed_setting_is_refused_in_one_line(photos, tmp_path):
 
 
 def test_an_interruption_says_what_is_kept(photos, tmp_path, monkeypatch):
-    real, calls = module.compute_shard, []
+    """Three rows are computed when Ctrl-C comes, two of them written: all three are kept."""
+    real, rows = module.targets_in_batches, []
 
     def interrupted(*arguments, **options):
-        calls.append(1)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return real(*arguments, **options)
+        for found in real(*arguments, **options):
+            for part in range(len(found)):
+                rows.append(part)
+            yield found
+            if len(rows) == 3:
+                raise KeyboardInterrupt
 
-    monkeypatch.setattr(module, "compute_shard", interrupted)
+    monkeypatch.setattr(module, "GROUP", 1)
+    monkeypatch.setattr(module, "targets_in_batches", interrupted)
     result = run(photos, tmp_path / "store")
     assert result.exit_code == INTERRUPTED
-    assert f"kept in {tmp_path / 'store'}/: 2 rows; the same command goes on from there" in result.output
+    assert f"kept in {tmp_path / 'store'}/: 3 rows; the same command goes on from there" in result.output
+    monkeypatch.undo()
+    again = run(photos, tmp_path / "store")
+    assert "4 rows in 3 shards, 1 of them new" in again.output, again.output
 
 
 @pytest.mark.parametrize(
