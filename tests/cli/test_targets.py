@@ -58,7 +58,7 @@ def test_a_changed_setting_is_refused_in_one_line(photos, tmp_path):
     assert run(photos, tmp_path / "store", "--limit", 1).exit_code == 0
     result = run(photos, tmp_path / "store", "--seed", 3)
     assert result.exit_code == BAD_INPUT
-    assert "error: out: " in result.output and "seed: 0 there, 3 asked for" in result.output
+    assert "error: --out: " in result.output and "seed: 0 there, 3 asked for" in result.output
     assert "Traceback" not in result.output
 
 
@@ -87,11 +87,11 @@ def test_an_interruption_says_what_is_kept(photos, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--layer", "last"), "layer: expected a block index such as 10, or 'hooks', got 'last'"),
-        (("--size", "big"), "size: expected pixels such as 224, or height x width such as 224x308, got 'big'"),
+        (("--layer", "last"), "--layer: expected a block index such as 10, or 'hooks', got 'last'"),
+        (("--size", "big"), "--size: expected pixels such as 224, or height x width such as 224x308, got 'big'"),
         (("--size", "30"), "30x30 pixels are not divisible by the patch size 14"),
-        (("--decoder", "words"), "decoder: expected one of cls"),
-        (("--rank", 193), "rank: expected 1 <= rank <= 192"),
+        (("--decoder", "words"), "--decoder: expected one of cls"),
+        (("--rank", 193), "--rank: expected 1 <= rank <= 192"),
     ],
 )
 def test_wrong_options_are_explained(photos, tmp_path, options, message):
