@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -195,17 +197,17 @@ def sketch_in_batches(
 
 
 def in_batches(
-    work: Callable[[Tensor, int], _Result], features: Tensor, size: int, start: int = 0
+    work: Callable[[Tensor, int], _Result], features: Tensor, size: int, start: int = 0, seconds: float = math.inf
 ) -> Iterator[_Result]:
     """Call work(part, first) on the samples first, first + 1, ... of each part, halving it when memory runs out.
 
     What was finished before has then been handed over, and is not done again. The samples before ``start`` are left
-    out.
+    out. After a part that took more than ``seconds`` the next ones are smaller.
     """
     first = start
     while first < len(features):
         part = features[first : first + size]
-        result = None
+        begun, result = time.perf_counter(), None
         try:
             result = work(part, first)
         except (RuntimeError, MemoryError) as error:
@@ -216,8 +218,11 @@ def in_batches(
             if features.device.type == "cuda":
                 torch.cuda.empty_cache()
             continue
+        took = time.perf_counter() - begun
         yield result
         first += len(part)
+        if took > seconds:
+            size = max(1, int(len(part) * seconds / took))
 
 
 def checked_batch_size(batch_size: int | None) -> int | None:
