@@ -198,7 +198,7 @@ def compute_shard(probe: Probe, work: Work, job: Job, on_progress: Callable[[int
     parts: list[TargetTable] = []
     method, products = None, ProductCount()
     for rows in _groups(_read_ahead(work, job), skipped):
-        features = probe.features(torch.stack([row.pixels for row in rows]))
+        features = probe.features(torch.stack([row.pixels for row in rows]), normalized=True)
         seeds = [item_seed(job.seed, row.key, row.number) for row in rows]
         found = targets_of(
             probe, features, **asdict(job.recipe), seeds=seeds, batch_size=job.batch_size, on_progress=on_progress
@@ -271,7 +271,7 @@ def _checked(
     choose_method(recipe.method, 1, 1, recipe.rank)  # refuses unknown names before anything is read
     check_precision(recipe.precision)
     pixels = probe.pixel_format(size)
-    blank = probe.features(torch.zeros(1, 3, *pixels.size))
+    blank = probe.features(torch.zeros(1, 3, *pixels.size), normalized=True)
     check_rank(JacobianOperator(probe, blank), recipe.rank)
     return Job(recipe, pixels, crops, seed, batch_size)
 
