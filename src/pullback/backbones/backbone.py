@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from pullback.backbones.block import Block, Norm, Rope, TokenMap
 from pullback.backbones.samples import Samples, image_samples
 from pullback.data.images import ImageBatch, ImageSource, PixelFormat, read_images
+from pullback.data.pictures import Pictures, as_pixels
 from pullback.errors import ImageError, ModelError, ShapeError
 from pullback.operators import FunctionLinearization, Linearization
 from pullback.tokens import TokenLayout
@@ -133,9 +134,12 @@ class AnyBackbone(ABC):
         """The width of what decoders read of a layer."""
         return self.dim
 
-    def batch(self, images: Tensor) -> Tensor:
-        """Return the images with an axis of samples in front."""
-        return images
+    def batch(self, images: Pictures, *, normalized: bool = False) -> Tensor:
+        """Return images in any usual form as one batch that the network takes: the one entrance of probes.
+
+        ``normalized=True`` vouches for floats whose range looks wrong.
+        """
+        return as_pixels(images, self.pixel_format(), normalized=normalized)
 
     def states(self, images: Tensor, layers: Sequence[int]) -> dict[int, State]:
         """Return the states that several layers leave behind, in one pass."""
@@ -233,7 +237,7 @@ class Backbone(AnyBackbone):
         if images.ndim != 4 or images.shape[1] != 3:
             raise ImageError(f"images: expected [B, 3, H, W], got {list(images.shape)}.")
         height, width = images.shape[-2:]
-        if height % self.patch_size or width % self.patch_size:
+        if height % self.patch_size or width % self.patch_size or not height or not width:
             fits = [max(1, round(side / self.patch_size)) * self.patch_size for side in (height, width)]
             raise ImageError(
                 f"images: {height}x{width} pixels are not divisible by the patch size {self.patch_size} of "
@@ -244,6 +248,11 @@ class Backbone(AnyBackbone):
     def embed(self, images: Tensor) -> Tensor:
         """Embed images [B, 3, H, W]: the tokens that enter block 0, [B, N, D]."""
         expected = (self.token_layout(images).tokens, self.dim)
+        if not images.is_floating_point():
+            raise ImageError(
+                f"images: expected normalised floats, got {images.dtype}. Pass uint8 images to a probe, which "
+                "normalises them, or use pb.normalised(images / 255, mean, std)."
+            )
         tokens = self.embed_pixels(images.to(device=self.device, dtype=self.dtype))
         if tokens.shape[1:] != expected:  # the number of images stays a variable where this is exported
             raise ModelError(

@@ -20,6 +20,7 @@ from torch import Tensor
 from pullback.backbones import AnyBackbone, LinearizedBlock, Norm, State, unchanged
 from pullback.backbones.backbone import Size
 from pullback.data.images import ImageBatch, ImageSource, PixelFormat
+from pullback.data.pictures import Pictures
 from pullback.decoders import Decoder, OutputMetric, TaskDistance, check_metric, factor_at
 from pullback.errors import DecoderError, ModelError, ShapeError
 from pullback.operators import Linearization
@@ -144,13 +145,19 @@ class ProbeMap:
     # Features
 
     @torch.no_grad()
-    def features(self, images: Tensor) -> Tensor:
-        """Compute F^l [B, N, D] of images [B, 3, H, W], or x [B, N, K D] at the decoder's inputs.
+    def features(self, images: Pictures, *, normalized: bool = False) -> Tensor:
+        """Compute F^l [B, N, D] of images, or x [B, N, K D] at the decoder's inputs.
+
+        ``images``: normalised floats or uint8 [B, 3, H, W], which keep their size; PIL images or uint8 arrays
+        [H, W, 3], resized and cropped as files are; a list of one kind; or what an image processor of transformers
+        returned. uint8 and PIL images are normalised for the model. Floats without a negative value look as if they
+        were not, and are refused unless ``normalized=True``. Of a VGGT: views [S, 3, H, W] or scenes of them
+        [B, S, 3, H, W], uint8 or in [0, 1].
 
         Where the map needs more than these numbers, they carry it (`Features`): the token layout and, by layer, what
         the decoder reads that a change of F^l does not reach.
         """
-        samples = self.backbone.batch(images)
+        samples = self.backbone.batch(images, normalized=normalized)
         layout = self.backbone.token_layout(samples)
         batches = samples.split(max(1, FEATURE_BATCH // layout.views))
         states = [self.backbone.states(batch, (*self._held, *self.layers)) for batch in batches]
