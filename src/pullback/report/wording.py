@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from pullback.errors import counted as counted
 from pullback.runs.documents import layer_name
 
 UNKNOWN = "–"
@@ -57,11 +58,6 @@ def times(value: float | None) -> str:
 def missed(error: float | None) -> str:
     """Write the share of a subspace that is missed; rounding may have made a very small one negative."""
     return UNKNOWN if error is None else f"{error:.3f}" if error >= 5e-4 else "<0.001"
-
-
-def counted(count: int, unit: str) -> str:
-    """Write "1 image", "2 images"."""
-    return f"{count} {unit}{'s' * (count != 1)}"
 
 
 def unit(document: dict[str, Any]) -> str:

@@ -26,6 +26,7 @@ KINDS = {
     "train": _Kind("a training run", ("checkpoint.pt", "metrics.jsonl")),
     "plan": _Kind("a pruned model", ("pruned.json",)),
     "demo": _Kind("a demo", (f"scenes/{documents.SCENES}", documents.SCENES)),
+    "look": _Kind("pictures", (documents.LOOK,)),
     "model": _Kind("the weights of a model", (WEIGHTS,)),
 }
 """What a folder may hold, by the command that writes it there."""
