@@ -19,6 +19,8 @@ from pullback import __version__
 from pullback.cli import app
 from pullback.errors import NumericsError
 from pullback.experiments.demo import write_pictures
+from pullback.report.drawing import Drawing
+from pullback.report.progress import ProgressDisplay
 from pullback.scenes.render import render
 
 PNG = b"\x89PNG\r\n"
@@ -293,6 +295,33 @@ def test_a_failing_layer_loses_nothing_before_it(error, code, message, images, t
     assert not document["complete"] and document["failure"]["layer"] == 4
     with np.load(tmp_path / "importance.npz") as arrays:
         assert "L01" in arrays.files
+
+
+def test_an_interruption_keeps_every_finished_image_and_says_so(images, tmp_path, monkeypatch):
+    honest = ProgressDisplay.advance
+
+    def interrupt(display, count):
+        honest(display, count)
+        raise KeyboardInterrupt
+
+    command = ("diagnose", "tiny-scenes", "--layer", 4, "--images", images, "--out", tmp_path, *SMALL)
+    with monkeypatch.context() as patch:
+        patch.setattr(ProgressDisplay, "advance", interrupt)
+        stopped = pullback(*command)
+    assert stopped.exit_code == 130
+    words = f"finished before L04 and kept in {tmp_path}/: 1 image of L04; the same command goes on from there"
+    assert words in stopped.output
+    assert pullback(*command).exit_code == 0
+    assert len((tmp_path / "images.jsonl").read_text().splitlines()) == 2
+
+
+def test_the_table_is_printed_before_the_figures_are_drawn(images, tmp_path, monkeypatch):
+    def fail(drawing, folder):
+        raise RuntimeError("no figures today")
+
+    monkeypatch.setattr(Drawing, "draw", fail)
+    result = pullback("diagnose", "tiny-scenes", "--images", images, "--out", tmp_path, *SMALL)
+    assert "captured energy" in result.output and "no figures today" in str(result.exception)
 
 
 def test_a_bug_is_not_hidden(images, tmp_path, monkeypatch):

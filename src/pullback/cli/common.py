@@ -93,11 +93,11 @@ def _is_option(hint: object) -> bool:
     return any(isinstance(part, OptionInfo) for part in getattr(hint, "__metadata__", ()))
 
 
-def kept(error: BaseException, count: int, unit: str) -> str:
-    """Write what is kept of a run that ends with this error, and that the same command goes on from there: it does,
-    unless the error comes again with the same command."""
+def kept(error: BaseException, count: int, unit: str, of: str = "") -> str:
+    """Write what is kept of a run that ends with this error, such as "3 images of L04", and that the same command goes
+    on from there: it does, unless the error comes again with the same command."""
     goes_on = isinstance(error, (KeyboardInterrupt, OSError, MemoryError))
-    return counted(count, unit) + ("; the same command goes on from there" if goes_on else "")
+    return counted(count, unit) + of + ("; the same command goes on from there" if goes_on else "")
 
 
 def _fail(message: str, progress: ProgressDisplay, out: Path | None, code: int) -> NoReturn:

@@ -27,7 +27,9 @@ from pullback.errors import PullbackError
 from pullback.geometry import Part, SampleDiagnosis, Tractability, diagnose, layer_multiplicity
 from pullback.geometry.diagnosis import join_tables
 from pullback.geometry.document import layer_result, multiplicity_result
+from pullback.geometry.duration import announce
 from pullback.geometry.parts import FinishedParts
+from pullback.geometry.spectrum import Probe, features_of, output_size
 from pullback.operators import ProductCount
 from pullback.probes import HOOKS, INPUTS, ProbeMap
 from pullback.randnla import Estimate
@@ -99,7 +101,7 @@ def run_diagnosis(
         samples = backbone.read(request.images, request.size, request.limit)
     else:
         samples = image_samples(batch, backbone.pixel_format(), backbone.token_layout(batch.pixels))
-    document = _settings(request, backbone, samples) | {"complete": False, "failure": None, "layers": []}
+    document = _settings(request, probes[0], samples) | {"complete": False, "failure": None, "layers": []}
     stored = None if anew else _stored(out, document)
     arrays = _arrays(out) if stored else {}
     known = {layer["layer"]: layer for layer in stored["layers"] if _array_of(layer) in arrays} if stored else {}
@@ -119,7 +121,10 @@ def run_diagnosis(
             write_json(out / files.DIAGNOSIS, document)
         parts.add(layer, group, part)
 
-    progress.work("", sum(len(samples) - parts.count(layer) for layer in missing), backbone.unit)
+    left = {layer: len(samples) - parts.count(layer) for layer in missing}
+    if left:
+        _look_ahead(request, [probe for probe in probes if probe.layer in left], samples, left, backbone.unit, progress)
+    progress.work("", sum(left.values()), backbone.unit)
     for probe in probes:
         progress.describe(files.layer_name(probe.layer))
         result = known.get(probe.layer)
@@ -141,6 +146,40 @@ def run_diagnosis(
         if on_layer is not None:
             on_layer(result)
     return document
+
+
+def stopped_in(out: Path) -> tuple[str, int]:
+    """Return the layer that the run in a folder was stopped in, such as "L04", and how many of its samples are kept."""
+    failure = files.read_diagnosis(out)["failure"] if (out / files.DIAGNOSIS).is_file() else None
+    if failure is None:
+        return "", 0
+    return files.layer_name(failure["layer"]), FinishedParts(out / files.PARTS).count(failure["layer"])
+
+
+def _look_ahead(
+    request: DiagnosisRequest,
+    probes: Sequence[ProbeMap],
+    samples: Samples,
+    left: Mapping[int | str, int],
+    unit: str,
+    progress: Progress,
+) -> None:
+    """Find samples that the decoder refuses before anything is computed, and say how long the others will take."""
+    first, *others = samples.groups
+    for group in others:
+        with _named(group):
+            output_size(probes[0], features_of(probes[0], group.pixels[:1], normalized=True))
+    work: dict[str, tuple[Probe, int]] = {files.layer_name(probe.layer): (probe, left[probe.layer]) for probe in probes}
+    with _named(first):
+        announce(
+            progress,
+            work,
+            first.pixels,
+            max(request.ranks),
+            request.method,
+            unit=unit.removesuffix("s"),
+            precision=request.precision,
+        )
 
 
 def _stored(out: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -237,20 +276,22 @@ def _named(group: Group) -> Iterator[None]:
 
 
 _DECISIVE = (
-    *("family", "weights", "decoder", "distance", "size", "pixels", "ranks", "method_asked", "precision", "rtol"),
-    *("seed", "convergence_samples", "device"),
+    *("family", "weights", "decoder", "decoder_identity", "distance", "distance_identity", "size", "pixels"),
+    *("ranks", "method_asked", "precision", "rtol", "seed", "convergence_samples", "device"),
 )
 """The settings that decide the numbers, wherever model and images lie: they must agree when a run goes on."""
 
 
-def _settings(request: DiagnosisRequest, backbone: AnyBackbone, samples: Samples) -> dict[str, Any]:
-    """Return what `diagnosis.json` says besides its layers."""
+def _settings(request: DiagnosisRequest, probe: ProbeMap, samples: Samples) -> dict[str, Any]:
+    """Return what `diagnosis.json` says besides its layers; ``probe`` is that of any of them."""
+    backbone = probe.backbone
     return {
         "model": request.model,
         "family": backbone.family,
         "weights": weights_hash(backbone.model),
         "decoder": request.decoder,
         "distance": request.distance,
+        **probe.identity,
         "images": request.images,
         **samples.record,
         "pixels": _fingerprint(samples, backbone.unit),
