@@ -166,8 +166,9 @@ def test_a_skipped_image_is_named(run):
 
 def test_running_again_goes_on_and_other_settings_are_refused(images, tmp_path):
     diagnose(images, tmp_path, "--layer", 1)
-    again = diagnose(images, tmp_path, "--layer", 3)
+    again = diagnose(images, tmp_path, "--layer", 3, "--layer", 1)
     assert [layer["layer"] for layer in again.document["layers"]] == [1, 3]
+    assert f"finished before, taken from {tmp_path}/: L01\n" in again.result.output
     refused = pullback(
         "diagnose", "tiny-scenes", "--images", images, "--out", tmp_path, *SMALL, "--layer", 3, "--seed", 5
     )

@@ -185,8 +185,10 @@ class Tractability:
         followed = patches or verdict
         sentences.append(followed.regime.advice)
         if followed.could_be:
-            names = " or ".join(map(str, followed.could_be))
-            sentences.append(f"Within two standard errors it could also be {names}: more {self._unit}s would tell.")
+            names, where = " or ".join(map(str, followed.could_be)), "" if patches is None else " over patches"
+            sentences.append(
+                f"Within two standard errors it could also be {names}{where}: more {self._unit}s would tell."
+            )
         return " ".join(sentences)
 
     @property

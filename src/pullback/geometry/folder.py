@@ -121,6 +121,9 @@ def run_diagnosis(
             write_json(out / files.DIAGNOSIS, document)
         parts.add(layer, group, part)
 
+    finished = [files.layer_name(probe.layer) for probe in probes if probe.layer in known]
+    if finished:
+        progress.note(f"finished before, taken from {out}/: {', '.join(finished)}")
     left = {layer: len(samples) - parts.count(layer) for layer in missing}
     if left:
         _look_ahead(request, [probe for probe in probes if probe.layer in left], samples, left, backbone.unit, progress)
