@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from pullback.backbones.backbone import AnyBackbone, Backbone, Preprocessing
-from pullback.errors import ModelError
+from pullback.errors import DamagedModelError, ModelError
 from pullback.models import EMBEDDED
 from pullback.models.dinov2 import Dinov2, Dinov2Config
 from pullback.models.tiny_scenes import TinyScenes, TinyScenesConfig
@@ -174,6 +174,7 @@ def _read_with_transformers(name: str, entry: BackboneEntry) -> nn.Module:
     try:
         module, report = loader.from_pretrained(name, use_safetensors=True, output_loading_info=True)
     except Exception as error:  # transformers raises OSError, ValueError, KeyError and hub errors here
+        check_safetensors(Path(name))
         raise ModelError(f"model: the weights of {name!r} could not be loaded: {first_line(error)}.") from None
     _check_report(name, entry, report)
     return _without_random_parts(module, entry, report)
@@ -241,8 +242,11 @@ def read_config(name: str, embedded: str) -> dict[str, Any]:
         )
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DamagedModelError(f"model: {path} is no JSON ({first_line(error)}). Fetch it again.") from None
+    try:
         config["model_type"]
-    except (ValueError, KeyError, TypeError):
+    except (KeyError, TypeError):
         raise ModelError(f"model: {path} is not a transformers configuration (JSON with a model_type).") from None
     return config
 
@@ -255,7 +259,10 @@ def published_preprocessing(name: str, default: Preprocessing) -> Preprocessing:
         path = None
     if path is None:
         return default
-    published = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        published = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DamagedModelError(f"model: {path} is no JSON ({first_line(error)}). Fetch it again.") from None
     mean, std = published.get("image_mean"), published.get("image_std")
     if not (isinstance(mean, list) and isinstance(std, list) and len(mean) == len(std) == 3):
         return default
@@ -303,7 +310,10 @@ def _tensors(name: str) -> dict[str, Tensor]:
     index = known_file(name, "model.safetensors.index.json")
     shards = ["model.safetensors"]
     if index is not None:
-        shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        try:
+            shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise DamagedModelError(f"model: {index} is no index of safetensors files. Fetch it again.") from None
     tensors: dict[str, Tensor] = {}
     for shard in shards:
         path = known_file(name, shard)
@@ -312,8 +322,24 @@ def _tensors(name: str) -> dict[str, Tensor]:
         try:
             tensors.update(load_file(path))
         except Exception as error:
-            raise ModelError(f"model: the weights of {name!r} could not be loaded: {first_line(error)}.") from None
+            raise _damaged(path, error) from None
     return tensors
+
+
+def check_safetensors(folder: Path) -> None:
+    """Raise an error that names the first safetensors file in a folder that cannot be read; others are left alone."""
+    from safetensors import safe_open
+
+    for path in sorted(folder.glob("*.safetensors")) if folder.is_dir() else ():
+        try:
+            with safe_open(path, framework="pt"):
+                pass
+        except Exception as error:
+            raise _damaged(path, error) from None
+
+
+def _damaged(path: Path, error: Exception) -> DamagedModelError:
+    return DamagedModelError(f"model: the weights {path} could not be loaded: {first_line(error)}. Fetch them again.")
 
 
 def fetched_file(name: str, filename: str) -> Path | None:

@@ -139,7 +139,7 @@ class Scores:
         self.subject, self.heads, self.spns = subject, heads, spns
         self.rank, self.distance, self.seed = rank, distance, seed
         self._keys: Sequence[str] = ()
-        self._known: dict[tuple[str, int], Tensor] = {}
+        self.known: dict[tuple[str, int], Tensor] = {}  # by name and layer, for the batch at hand
 
     def check(self, wanted: Sequence[Rule]) -> None:
         """Raise an error for unknown names, and for scores whose network was not given."""
@@ -162,7 +162,7 @@ class Scores:
 
     def begin(self, keys: Sequence[str]) -> None:
         """Turn to another batch of images, which are named by ``keys``."""
-        self._keys, self._known = keys, {}
+        self._keys, self.known = keys, {}
 
     def pruned(self, rule: Rule, *, plain: bool = False) -> PrunedModel:
         """Return the model of a rule, with scores for the batch at hand; ``plain``: as a user would have it."""
@@ -217,9 +217,9 @@ class Scores:
         def once(tokens: Tensor, context: ScoreContext) -> Tensor:
             if tokens.shape[1] != context.layout.tokens:
                 return function(tokens, context)
-            if (name, context.layer) not in self._known:
-                self._known[name, context.layer] = function(tokens, context)
-            return self._known[name, context.layer]
+            if (name, context.layer) not in self.known:
+                self.known[name, context.layer] = function(tokens, context)
+            return self.known[name, context.layer]
 
         return once
 

@@ -31,7 +31,7 @@ from torch import Tensor
 from pullback import __version__
 from pullback.data.crops import RATIO, SCALE, Crop
 from pullback.data.images import PixelFormat
-from pullback.data.sources import LISTED, Source, open_source, same_place
+from pullback.data.sources import LISTED, Source, open_source
 from pullback.errors import FileError, PullbackError
 from pullback.operators import ProductCount
 from pullback.probes import INPUTS, ProbeMap, load_probe, multi_layer_probe
@@ -191,9 +191,7 @@ class StoreWriter:
         make_folder(folder)
         if (folder / CONFIG).is_file():
             stored = _read_config(folder)
-            same = same_place(stored.get("source"), config["source"])
-            ignore = (*NOT_COMPARED, "source") if same else NOT_COMPARED
-            check_settings(stored, config, folder, holds="targets", ignore=ignore)
+            check_settings(stored, config, folder, holds="targets", ignore=NOT_COMPARED, places=("source",))
         elif any(_SHARD.fullmatch(path.name) for path in folder.iterdir()):
             raise PullbackError(f"out: {folder} holds shards but no {CONFIG}. Choose another folder.")
         writer = cls(folder.absolute(), config, uuid.uuid4().hex)
