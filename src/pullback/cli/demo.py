@@ -18,7 +18,7 @@ def demo(
     seed: Annotated[int, typer.Option(min=0, help="Of the scenes and every random probe.")] = 0,
 ) -> None:
     """Run a small diagnosis from start to end, without any download: scenes, numbers, figures, a page."""
-    with Drawing() as drawing, running(out) as progress:
+    with Drawing() as drawing, running(out, demo) as progress:
         from pullback.experiments.demo import NOTE, SCENES_FOLDER, run_demo
 
         documents = run_demo(out, progress, seed, progress.layer_done)

@@ -49,7 +49,7 @@ def diagnose(
     ),
 ) -> None:
     """Find out whether a low-rank task metric exists, which tokens carry it, and how sure the numbers are."""
-    with Drawing() as drawing, running(out) as progress:
+    with Drawing() as drawing, running(out, diagnose) as progress:
         from pullback.geometry.folder import DiagnosisRequest, run_diagnosis
 
         request = DiagnosisRequest(
@@ -73,9 +73,10 @@ def diagnose(
             if progress.done:
                 drawing.draw(out)
             raise
+        with progress.hidden():
+            screen = console()
+            screen.print(diagnosis_summary(document, screen.width))
+            say("")
         progress.stage("drawing figures")
         figures = drawing.draw(out)
-    screen = console()
-    screen.print(diagnosis_summary(document, screen.width))
-    say("")
     say_written(out, [DIAGNOSIS, IMPORTANCE], figures)

@@ -384,7 +384,8 @@ def feature_reader(probe: ProbeMap, rows: Sequence[ImageRow], wanted: PixelForma
 
     @torch.no_grad()
     def read(numbers: Tensor) -> Tensor:
-        return probe.features(torch.stack(list(pool.map(lambda n: rows[n].pixels(wanted), numbers.tolist()))))
+        pixels = torch.stack(list(pool.map(lambda n: rows[n].pixels(wanted), numbers.tolist())))
+        return probe.features(pixels, normalized=True)
 
     return read
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from pullback import __version__
 from pullback.backbones import load_backbone
-from pullback.backbones.families import FIXED_SIZE
+from pullback.backbones.outputs import FIXED_SIZE
 from pullback.data.images import PixelFormat, SkippedImage, find_images, stream_images
 from pullback.data.sources import fixed_part, place_of
 from pullback.decoders import build_decoder
@@ -38,7 +38,8 @@ from pullback.pruning.examples import MAX_IMAGES, Examples, panels, write_exampl
 from pullback.pruning.model import PrunedModel
 from pullback.pruning.rules import Rule, Scores, Subject, load_networks, own_score, reference_score, rules
 from pullback.runs.documents import BANK, COST, ROWS, SETTINGS, SUMMARY
-from pullback.runs.files import make_folder, read_arrays, read_json, remove_unfinished, write_arrays, write_json
+from pullback.runs.files import read_arrays, read_json, remove_unfinished, write_arrays, write_json
+from pullback.runs.folder import check_kind, claim_folder
 from pullback.runs.progress import Progress
 from pullback.runs.provenance import commit, file_hash, machine, now, weights_hash
 from pullback.runs.rows import Rows
@@ -86,6 +87,7 @@ class PruneRequest:
 
 def run_comparison(request: PruneRequest, out: Path, progress: Progress) -> dict[str, Any]:
     """Fill the folder ``out`` and return what its summary.json holds."""
+    check_kind(out, "prune")
     files = find_images(request.images)
     with naming("bank"):
         in_bank = [] if request.bank is None else find_images(request.bank)
@@ -116,7 +118,7 @@ def run_comparison(request: PruneRequest, out: Path, progress: Progress) -> dict
     models = {rule: scores.pruned(rule) for rule in wanted}
 
     settings = keep_settings(
-        make_folder(out) / SETTINGS,
+        claim_folder(out, "prune") / SETTINGS,
         _settings(request, subject, weights, pixels),
         holds="a comparison",
         ignore=NOT_COMPARED,

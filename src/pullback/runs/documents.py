@@ -1,4 +1,4 @@
-"""The files that a diagnosis and a comparison of pruning rules leave in their folders: names, and how to read them."""
+"""The files that runs leave in their folders (diagnoses, looks, comparisons of pruning rules): names, and readers."""
 
 from __future__ import annotations
 
@@ -34,10 +34,27 @@ def thumbnails_of(scene: int) -> str:
 
 
 def read_diagnosis(folder: Path) -> dict[str, Any]:
+    """Read `diagnosis.json`, with no error over images where there is only one.
+
+    Earlier versions wrote the error of the estimate in its place.
+    """
     path = folder / DIAGNOSIS
     if not path.is_file():
         raise PullbackError(f"folder: expected {DIAGNOSIS} in {folder}, which `pullback diagnose --out` writes there.")
-    return read_json(path)
+    document = read_json(path)
+    for layer in document.get("layers", []):
+        if layer["num_images"] == 1:
+            _forget_errors_over_samples(layer)
+    return document
+
+
+def _forget_errors_over_samples(found: dict[str, Any]) -> None:
+    """Set every "se" and "..._se" to None, but those of estimates and of single images."""
+    for name, value in found.items():
+        if isinstance(value, dict):
+            _forget_errors_over_samples(value)
+        elif (name == "se" or name.endswith("_se")) and not name.endswith("estimation_se"):
+            found[name] = None
 
 
 def read_importance(folder: Path) -> dict[str, np.ndarray]:
@@ -52,6 +69,15 @@ def read_scenes(folder: Path) -> dict[str, np.ndarray]:
     """`pictures` uint8 [b, h, w, 3] with `captions`, `true_depth` (0: sky), `predicted_depth` [b, h, w] and its
     `abs_rel` [b]; `energy` of patches [t, b, rows, columns] for each of the `tasks`; the name of the `model`."""
     return read_arrays(folder / SCENES)
+
+
+LOOK = "look.json"
+LOOK_ARRAYS = "look.npz"
+
+
+def read_look(folder: Path) -> dict[str, np.ndarray]:
+    """`pictures` uint8 [b, H, W, 3]; `energy` of every token [maps, b, N]; `grid` [2], `prefix`."""
+    return read_arrays(folder / LOOK_ARRAYS)
 
 
 SETTINGS = "settings.json"

@@ -220,7 +220,7 @@ def compute_shards(
     done, size = _Finished(work), job.batch_size
     try:
         for rows in _groups(_read_ahead(work, job), done.skipped):
-            features = probe.features(torch.stack([row.pixels for row in rows]))
+            features = probe.features(torch.stack([row.pixels for row in rows]), normalized=True)
             seeds = [item_seed(job.seed, row.key, row.number) for row in rows]
             first = 0
             for found in targets_in_batches(
@@ -350,7 +350,7 @@ def _checked(
     choose_method(recipe.method, 1, 1, recipe.rank)  # refuses unknown names before anything is read
     check_precision(recipe.precision)
     pixels = probe.pixel_format(size)
-    blank = probe.features(torch.zeros(1, 3, *pixels.size))
+    blank = probe.features(torch.zeros(1, 3, *pixels.size), normalized=True)
     check_rank(JacobianOperator(probe, blank), recipe.rank)
     return Job(recipe, pixels, crops, seed, batch_size)
 

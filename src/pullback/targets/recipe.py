@@ -140,7 +140,7 @@ def targets_in_batches(
         check_sensitive(found.total.value, first)
         return found
 
-    return in_batches(work, features, size, seconds)
+    return in_batches(work, features, size, seconds=seconds)
 
 
 def join(parts: Sequence[Targets]) -> Targets:

@@ -35,7 +35,8 @@ from pullback.data.sources import LISTED, Source, open_source
 from pullback.errors import FileError, PullbackError
 from pullback.operators import ProductCount
 from pullback.probes import INPUTS, ProbeMap, load_probe, multi_layer_probe
-from pullback.runs.files import make_folder, read_json, remove_unfinished, write_atomic, write_json
+from pullback.runs.files import read_json, remove_unfinished, write_atomic, write_json
+from pullback.runs.folder import claim_folder
 from pullback.runs.provenance import weights_hash
 from pullback.runs.settings import check_settings
 from pullback.targets.recipe import Recipe
@@ -188,7 +189,7 @@ class StoreWriter:
     def claim(cls, folder: Path, config: dict[str, Any]) -> StoreWriter:
         """Make the store, or take over one of the same configuration; leftovers of a killed run are removed."""
         load_arrow()
-        make_folder(folder)
+        claim_folder(folder, "targets")
         if (folder / CONFIG).is_file():
             stored = _read_config(folder)
             check_settings(stored, config, folder, holds="targets", ignore=NOT_COMPARED, places=("source",))
