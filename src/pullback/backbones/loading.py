@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from pullback.backbones.backbone import AnyBackbone, Backbone, Classifier, Preprocessing
 from pullback.backbones.block import Affine
 from pullback.backbones.outputs import CLASSIFIERS, classifier
-from pullback.errors import DamagedModelError, ModelError
+from pullback.errors import DamagedModelError, ModelError, counted
 from pullback.models import EMBEDDED
 from pullback.models.dinov2 import Dinov2, Dinov2Config
 from pullback.models.tiny_scenes import TinyScenes, TinyScenesConfig
@@ -95,7 +95,7 @@ def check_evaluation_mode(module: nn.Module, argument: str) -> None:
     training = [name or type(module).__name__ for name, part in module.named_modules() if part.training]
     if training:
         raise ModelError(
-            f"{argument}: expected evaluation mode, but {training[0]} and {len(training) - 1} more submodules are in "
+            f"{argument}: expected evaluation mode, but {training[0]} and {counted(len(training) - 1, 'more submodule')} are in "
             f"train mode, where dropout and batch norm make the output random. Call {argument}.eval() first."
         )
 
@@ -189,7 +189,7 @@ def _check_report(name: str, entry: BackboneEntry, report: dict) -> None:
     if missing or report["mismatched_keys"]:
         wrong = missing or [str(key) for key in report["mismatched_keys"]]
         raise ModelError(
-            f"model: {name!r} lacks {len(wrong)} weights that {entry.name} needs, such as {sorted(wrong)[0]}; they "
+            f"model: {name!r} lacks {counted(len(wrong), 'weight')} that {entry.name} needs, such as {sorted(wrong)[0]}; they "
             "would be random. Is it a complete checkpoint of this family?"
         )
 
@@ -300,8 +300,8 @@ def _filled(model: nn.Module, state: dict[str, Tensor], name: str, kind: str) ->
     wrong = [key for key in wrong if not key.endswith("mask_token")]
     if wrong:
         raise ModelError(
-            f"model: {name!r} lacks {len(wrong)} weights that {kind} needs, or has them in another "
-            f"shape, such as {sorted(wrong)[0]}. Is it a complete checkpoint of this family?"
+            f"model: {name!r} lacks {counted(len(wrong), 'weight')} that {kind} needs, or has another "
+            f"shape there, such as {sorted(wrong)[0]}. Is it a complete checkpoint of this family?"
         )
     model.load_state_dict({key: state[key] for key in expected if key in state}, strict=False, assign=True)
     return model

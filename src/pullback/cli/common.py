@@ -88,9 +88,10 @@ def in_options(message: str, command: Callable[..., None] | None) -> str:
         return message
     hints = get_type_hints(command, include_extras=True)
     names = [_OTHER_NAMES.get(name, name) for name in head[0].split(", ")]
-    if not all(_is_option(hints.get(name)) for name in names):
+    if not all(name in hints for name in names):
         return message
-    return ", ".join(f"--{name.replace('_', '-')}" for name in names) + message[head.end() :]
+    typed = (f"--{name.replace('_', '-')}" if _is_option(hints[name]) else name for name in names)
+    return ", ".join(typed) + message[head.end() :]
 
 
 def _is_option(hint: object) -> bool:

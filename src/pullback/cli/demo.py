@@ -22,6 +22,12 @@ def demo(
         from pullback.experiments.demo import NOTE, SCENES_FOLDER, run_demo
 
         documents = run_demo(out, progress, seed, progress.layer_done)
+        with progress.hidden():
+            screen = console()
+            for document in documents.values():
+                screen.print(diagnosis_summary(document, screen.width))
+                screen.print()
+            say(NOTE, "yellow")
         progress.stage("drawing figures")
         figures = [drawing.draw(out / name) for name in (SCENES_FOLDER, *documents)]
         page = None
@@ -30,11 +36,6 @@ def demo(
             from pullback.report.page import write_page
 
             page = write_page(out, list(documents), NOTE, SCENES_FOLDER)
-    screen = console()
-    for document in documents.values():
-        screen.print(diagnosis_summary(document, screen.width))
-        screen.print()
-    say(NOTE, "yellow")
     if page is None:
         say(NO_FIGURES, "yellow")
     where = "" if page is None else f", open {page.resolve().as_uri()}"

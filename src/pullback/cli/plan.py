@@ -60,11 +60,15 @@ def plan(
         for score in scores.values():
             if isinstance(score, ImportanceHead):
                 score.to(probe.device)
-        pictures = probe.load_images(images, pixels, limit=limit).to(probe.device)
+        read = probe.read_images(images, pixels, limit=limit)
+        pictures = read.pixels.to(probe.device)
         progress.stage("trying plans")
         forecast = plan_pruning(network, scores, pictures, **budget, stages=stages, batch=batch)
         tried = f"{counted(forecast.measured, 'plan')} tried on {counted(len(pictures), 'image')}"
-        say(f"{forecast} ({tried})")
+        with progress.hidden():
+            say(f"{forecast} ({tried})")
+            for image in read.skipped:
+                say(f"skipped {image}", "yellow")
         if out is not None:
             progress.stage(f"writing {out}")
             chosen = forecast.plan.stages

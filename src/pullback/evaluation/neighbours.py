@@ -100,12 +100,16 @@ def classes_from_table(table: Path) -> ClassOf:
 
     A file that lies elsewhere is found by its name, if no two of the table share it.
     """
-    with open(table, newline="", encoding="utf-8") as file:
-        reader = csv.DictReader(file)
-        columns = reader.fieldnames or []
-        named = _column(table, columns, _FILE_COLUMNS)
-        labelled = _column(table, columns, _CLASS_COLUMNS)
-        rows = [(row[named], row[labelled]) for row in reader]
+    try:
+        with open(table, newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file)
+            columns = reader.fieldnames or []
+            named = _column(table, columns, _FILE_COLUMNS)
+            labelled = _column(table, columns, _CLASS_COLUMNS)
+            rows = [(row[named], row[labelled]) for row in reader]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise PullbackError(f"labels: {table} cannot be read as a CSV ({reason}). Name another table.") from None
     by_path = {(table.parent / name).resolve(): label for name, label in rows}
     by_name = _unique((Path(name).name, label) for name, label in rows)
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from pullback.backbones import Backbone
 from pullback.decoders import Decoder, task_distance
-from pullback.errors import PullbackError
+from pullback.errors import PullbackError, naming
 from pullback.geometry.scores import exact_modes
 from pullback.operators.execution import matmul_precision
 from pullback.probes import ProbeMap
@@ -247,7 +247,8 @@ def load_networks(kind: Any, argument: str, folders: Sequence[Path], subject: Su
         )
     backbone = subject.backbone
     folders = list(folders) * (len(subject.stages) if len(folders) == 1 else 1)
-    networks = [kind.from_pretrained(folder, device=backbone.device).requires_grad_(False) for folder in folders]
+    with naming(argument):
+        networks = [kind.from_pretrained(folder, device=backbone.device).requires_grad_(False) for folder in folders]
     for network, layer in zip(networks, subject.stages, strict=False):
         check_network(argument, network, backbone.family, backbone.dim, layer, weights)
     return networks

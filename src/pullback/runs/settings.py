@@ -33,7 +33,8 @@ def keep_settings(
         )
         known = {name: stored[name] for name in may_be_added if settings.get(name) is None and name in stored}
         in_force = {**settings, **known}
-    write_json(path, in_force)
+    if stored != in_force:
+        write_json(path, in_force)
     return in_force
 
 

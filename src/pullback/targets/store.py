@@ -32,7 +32,7 @@ from pullback import __version__
 from pullback.data.crops import RATIO, SCALE, Crop
 from pullback.data.images import PixelFormat
 from pullback.data.sources import LISTED, Source, open_source
-from pullback.errors import FileError, PullbackError
+from pullback.errors import FileError, PullbackError, naming
 from pullback.operators import ProductCount
 from pullback.probes import INPUTS, ProbeMap, load_probe, multi_layer_probe
 from pullback.runs.files import read_json, remove_unfinished, write_atomic, write_json
@@ -191,7 +191,8 @@ class StoreWriter:
         load_arrow()
         claim_folder(folder, "targets")
         if (folder / CONFIG).is_file():
-            stored = _read_config(folder)
+            with naming("out"):
+                stored = _read_config(folder)
             check_settings(stored, config, folder, holds="targets", ignore=NOT_COMPARED, places=("source",))
         elif any(_SHARD.fullmatch(path.name) for path in folder.iterdir()):
             raise PullbackError(f"out: {folder} holds shards but no {CONFIG}. Choose another folder.")
