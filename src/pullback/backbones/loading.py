@@ -95,8 +95,9 @@ def check_evaluation_mode(module: nn.Module, argument: str) -> None:
     training = [name or type(module).__name__ for name, part in module.named_modules() if part.training]
     if training:
         raise ModelError(
-            f"{argument}: expected evaluation mode, but {training[0]} and {counted(len(training) - 1, 'more submodule')} are in "
-            f"train mode, where dropout and batch norm make the output random. Call {argument}.eval() first."
+            f"{argument}: expected evaluation mode, but {training[0]} and "
+            f"{counted(len(training) - 1, 'more submodule')} are in train mode, where dropout and batch norm make the "
+            f"output random. Call {argument}.eval() first."
         )
 
 
@@ -189,8 +190,8 @@ def _check_report(name: str, entry: BackboneEntry, report: dict) -> None:
     if missing or report["mismatched_keys"]:
         wrong = missing or [str(key) for key in report["mismatched_keys"]]
         raise ModelError(
-            f"model: {name!r} lacks {counted(len(wrong), 'weight')} that {entry.name} needs, such as {sorted(wrong)[0]}; they "
-            "would be random. Is it a complete checkpoint of this family?"
+            f"model: {name!r} lacks {counted(len(wrong), 'weight')} that {entry.name} needs, such as "
+            f"{sorted(wrong)[0]}; they would be random. Is it a complete checkpoint of this family?"
         )
 
 
@@ -246,7 +247,9 @@ def read_config(name: str, embedded: str) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise DamagedModelError(f"model: {path} is no JSON ({first_line(error)}). Fetch it again.") from None
+        raise DamagedModelError(
+            f"model: {path} is not a transformers configuration (JSON with a model_type): {first_line(error)}."
+        ) from None
     try:
         config["model_type"]
     except (KeyError, TypeError):
@@ -359,7 +362,7 @@ def check_safetensors(folder: Path) -> None:
 
 
 def _damaged(path: Path, error: Exception) -> DamagedModelError:
-    return DamagedModelError(f"model: the weights {path} could not be loaded: {first_line(error)}. Fetch them again.")
+    return DamagedModelError(f"model: the weights of {str(path)!r} could not be loaded: {first_line(error)}.")
 
 
 def fetched_file(name: str, filename: str) -> Path | None:

@@ -427,7 +427,7 @@ def split_by_image(table: TargetTable, share: float) -> tuple[list[int], list[in
     parts = [row for row, out in enumerate(chosen) if not out], [row for row, out in enumerate(chosen) if out]
     if not all(parts):
         raise PullbackError(
-            f"held_out: {counted(len(table), 'row')} cannot be split by a share of {share}. Give a store, or more images."
+            f"held_out: {counted(len(table), 'row')} cannot be split by a share of {share}. Give a store of its own."
         )
     return parts
 
