@@ -24,7 +24,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from pullback.checks import shown, whole_number
-from pullback.errors import ImageError
+from pullback.errors import ImageError, counted
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -181,7 +181,7 @@ def _collected(path: ImageSource, wanted: PixelFormat, limit: int | None) -> Ima
             paths.append(file)
     if not pixels:
         raise ImageError(
-            f"path={_show(path)}: expected at least one readable image, but none of the {len(skipped)} files "
+            f"path={_show(path)}: expected at least one readable image, but none of {counted(len(skipped), 'file')} "
             f"could be used: {_listing(skipped)}. Replace these files or give another path."
         )
     return ImageBatch(torch.stack(pixels), tuple(paths), tuple(skipped))

@@ -25,7 +25,8 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from pullback.errors import FileError, PullbackError
 from pullback.learning.pretrained import CHECKPOINT, Pretrained
 from pullback.randnla import Streams
-from pullback.runs.files import make_folder, remove_unfinished, write_atomic
+from pullback.runs.files import remove_unfinished, write_atomic
+from pullback.runs.folder import claim_folder
 from pullback.runs.progress import Progress, Silent
 from pullback.runs.rows import Rows, finite
 from pullback.runs.settings import check_settings
@@ -130,7 +131,7 @@ def check_going_on(network: Pretrained, config: FitConfig, out: Path | None, set
     them. Of ``network`` only its configuration matters."""
     if out is None:
         return
-    checkpoint = make_folder(out) / CHECKPOINT
+    checkpoint = claim_folder(out, "train") / CHECKPOINT
     stored = _stored(checkpoint)
     if stored is not None:
         _check_same(stored, _configuration(network, config, settings), checkpoint)
@@ -259,7 +260,7 @@ class _Run(Training[Pretrained, FitConfig]):
         self._saved, self._slowest = time.perf_counter(), 0.0
         if out is not None:
             if self.share.rank == 0:
-                remove_unfinished(make_folder(out))
+                remove_unfinished(claim_folder(out, "train"))
             state = self._from_first(lambda: _stored(self.checkpoint))
             if state is not None:
                 self._resume(state)

@@ -23,7 +23,7 @@ from torch import Tensor
 from pullback.data.crops import Crop, read_crop
 from pullback.data.images import ImageSource, PixelFormat
 from pullback.data.sources import ImageItem, Source, open_source
-from pullback.errors import ImageError, ModelError, PullbackError, ShapeError
+from pullback.errors import ImageError, ModelError, PullbackError, ShapeError, counted
 from pullback.evaluation import spearman
 from pullback.evaluation.statistics import mean_and_error
 from pullback.learning.fit import FitConfig, Fitted, Losses, Network, Share, check_going_on, fit
@@ -426,7 +426,9 @@ def split_by_image(table: TargetTable, share: float) -> tuple[list[int], list[in
     chosen = [int(digest[:8], 16) < share * 2**32 for digest in table.image_sha256]
     parts = [row for row, out in enumerate(chosen) if not out], [row for row, out in enumerate(chosen) if out]
     if not all(parts):
-        raise PullbackError(f"held_out: {len(table)} rows are too few to hold out a share of {share}. Give a store.")
+        raise PullbackError(
+            f"held_out: {counted(len(table), 'row')} cannot be split by a share of {share}. Give a store of its own."
+        )
     return parts
 
 

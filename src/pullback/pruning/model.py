@@ -31,7 +31,7 @@ from pullback.pruning.forward import PrunedRun, forward, prepared
 from pullback.pruning.plan import PrunePlan
 from pullback.pruning.plan import preset as named_plan
 from pullback.pruning.scores import Choice, HeadScore, Modes, StageModes, metric_score
-from pullback.runs.files import read_json, write_json, write_network
+from pullback.runs.files import make_folder, read_json, replaced_folder, write_json, write_network
 
 DOCUMENT, HEADS, MODEL = "pruned.json", "heads", "model"
 MODES = "modes"  # where older folders have the networks of d_task, by stage
@@ -242,7 +242,7 @@ class PrunedModel(Pruned):
             "modes": {layer: entries[network] for layer, network in modes.items()},
             "class": _address(self.model),
         }
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         for network, entry in entries.items():
             network.save_pretrained(folder / entry["head"])
         _write_model(self.model, folder / MODEL)
@@ -397,10 +397,11 @@ def _read_network(entry: dict[str, str], folder: Path) -> nn.Module:
 
 
 def _write_model(model: Any, folder: Path) -> None:
-    if hasattr(model, "save_pretrained"):
-        model.save_pretrained(folder)
-    else:
-        write_network(folder, model, asdict(model.config))
+    with replaced_folder(folder) as temporary:
+        if hasattr(model, "save_pretrained"):
+            model.save_pretrained(temporary)
+        else:
+            write_network(temporary, model, asdict(model.config))
 
 
 def _read_model(address: str, folder: Path) -> nn.Module:
