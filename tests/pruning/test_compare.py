@@ -18,7 +18,7 @@ from pullback.errors import ModelError, PullbackError
 from pullback.evaluation.cost import Timing
 from pullback.pruning import compare
 from pullback.pruning.compare import NOT_COMPARED, Costs, RuleRows, images_of_all, summarise
-from pullback.pruning.examples import MAX_IMAGES, panels, write_examples
+from pullback.pruning.examples import MAX_IMAGES, Examples, panels, write_examples
 from pullback.pruning.rules import Rule, Scores, Subject, reference_score, rules
 from pullback.registry import BACKBONES
 from pullback.runs.documents import read_examples
@@ -53,9 +53,14 @@ def test_the_figures_show_a_few_images_of_a_larger_batch(tmp_path):
     scores.begin(keys)
     shown = {rule: scores.pruned(rule) for rule in rules(["best"], ["norm", "random"], [0.5])}
     pixels = PixelFormat.of(tuple(images.shape[-2:]))
-    write_examples(tmp_path, subject, shown, images, keys, pixels)
+    few = Examples(scores)
+    few.add(keys[:3], images[:3])
+    assert not few.full
+    few.add(keys[3:], images[3:])
+    few.begin()
+    write_examples(tmp_path, subject, shown, few.images, few.keys, pixels)
     arrays = read_examples(tmp_path)
-    assert arrays["names"].tolist() == keys[:MAX_IMAGES]
+    assert few.full and arrays["names"].tolist() == keys[:MAX_IMAGES]
     assert len(arrays["pictures"]) == len(arrays["before"]) == MAX_IMAGES
     for name in ("fates", "partners", "values", "after"):
         assert arrays[name].shape[:2] == (len(shown), MAX_IMAGES), name

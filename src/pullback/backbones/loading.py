@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from pullback.backbones.backbone import AnyBackbone, Backbone, Classifier, Preprocessing
 from pullback.backbones.block import Affine
 from pullback.backbones.outputs import CLASSIFIERS, classifier
-from pullback.errors import ModelError
+from pullback.errors import DamagedModelError, ModelError, counted
 from pullback.models import EMBEDDED
 from pullback.models.dinov2 import Dinov2, Dinov2Config
 from pullback.models.tiny_scenes import TinyScenes, TinyScenesConfig
@@ -95,8 +95,9 @@ def check_evaluation_mode(module: nn.Module, argument: str) -> None:
     training = [name or type(module).__name__ for name, part in module.named_modules() if part.training]
     if training:
         raise ModelError(
-            f"{argument}: expected evaluation mode, but {training[0]} and {len(training) - 1} more submodules are in "
-            f"train mode, where dropout and batch norm make the output random. Call {argument}.eval() first."
+            f"{argument}: expected evaluation mode, but {training[0]} and "
+            f"{counted(len(training) - 1, 'more submodule')} are in train mode, where dropout and batch norm make the "
+            f"output random. Call {argument}.eval() first."
         )
 
 
@@ -182,6 +183,7 @@ def _read_with_transformers(name: str, entry: BackboneEntry) -> nn.Module:
     try:
         module, report = loader.from_pretrained(name, use_safetensors=True, output_loading_info=True)
     except Exception as error:  # transformers raises OSError, ValueError, KeyError and hub errors here
+        check_safetensors(Path(name))
         raise ModelError(f"model: the weights of {name!r} could not be loaded: {first_line(error)}.") from None
     _check_report(name, entry, report)
     return _without_random_parts(module, entry, report)
@@ -193,8 +195,8 @@ def _check_report(name: str, entry: BackboneEntry, report: dict) -> None:
     if missing or report["mismatched_keys"]:
         wrong = missing or [str(key) for key in report["mismatched_keys"]]
         raise ModelError(
-            f"model: {name!r} lacks {len(wrong)} weights that {entry.name} needs, such as {sorted(wrong)[0]}; they "
-            "would be random. Is it a complete checkpoint of this family?"
+            f"model: {name!r} lacks {counted(len(wrong), 'weight')} that {entry.name} needs, such as "
+            f"{sorted(wrong)[0]}; they would be random. Is it a complete checkpoint of this family?"
         )
 
 
@@ -249,8 +251,13 @@ def read_config(name: str, embedded: str) -> dict[str, Any]:
         )
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DamagedModelError(
+            f"model: {path} is not a transformers configuration (JSON with a model_type): {first_line(error)}."
+        ) from None
+    try:
         config["model_type"]
-    except (ValueError, KeyError, TypeError):
+    except (KeyError, TypeError):
         raise ModelError(f"model: {path} is not a transformers configuration (JSON with a model_type).") from None
     return config
 
@@ -263,7 +270,10 @@ def published_preprocessing(name: str, default: Preprocessing) -> Preprocessing:
         path = None
     if path is None:
         return default
-    published = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        published = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DamagedModelError(f"model: {path} is no JSON ({first_line(error)}). Fetch it again.") from None
     mean, std = published.get("image_mean"), published.get("image_std")
     if not (isinstance(mean, list) and isinstance(std, list) and len(mean) == len(std) == 3):
         return default
@@ -298,8 +308,8 @@ def _filled(model: nn.Module, state: dict[str, Tensor], name: str, kind: str) ->
     wrong = [key for key in wrong if not key.endswith("mask_token")]
     if wrong:
         raise ModelError(
-            f"model: {name!r} lacks {len(wrong)} weights that {kind} needs, or has them in another "
-            f"shape, such as {sorted(wrong)[0]}. Is it a complete checkpoint of this family?"
+            f"model: {name!r} lacks {counted(len(wrong), 'weight')} that {kind} needs, or has another "
+            f"shape there, such as {sorted(wrong)[0]}. Is it a complete checkpoint of this family?"
         )
     model.load_state_dict({key: state[key] for key in expected if key in state}, strict=False, assign=True)
     vars(model)["name_or_path"] = name  # as models of transformers have it: what lies beside the weights is found again
@@ -327,7 +337,10 @@ def _tensors(name: str, wanted: set[str] | None = None) -> dict[str, Tensor]:
     index = known_file(name, "model.safetensors.index.json")
     shards = ["model.safetensors"]
     if index is not None:
-        shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        try:
+            shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise DamagedModelError(f"model: {index} is no index of safetensors files. Fetch it again.") from None
     tensors: dict[str, Tensor] = {}
     for shard in shards:
         path = known_file(name, shard)
@@ -338,8 +351,24 @@ def _tensors(name: str, wanted: set[str] | None = None) -> dict[str, Tensor]:
                 keys = file.keys() if wanted is None else wanted.intersection(file.keys())
                 tensors.update({key: file.get_tensor(key) for key in keys})
         except Exception as error:
-            raise ModelError(f"model: the weights of {name!r} could not be loaded: {first_line(error)}.") from None
+            raise _damaged(path, error) from None
     return tensors
+
+
+def check_safetensors(folder: Path) -> None:
+    """Raise an error that names the first safetensors file in a folder that cannot be read; others are left alone."""
+    from safetensors import safe_open
+
+    for path in sorted(folder.glob("*.safetensors")) if folder.is_dir() else ():
+        try:
+            with safe_open(path, framework="pt"):
+                pass
+        except Exception as error:
+            raise _damaged(path, error) from None
+
+
+def _damaged(path: Path, error: Exception) -> DamagedModelError:
+    return DamagedModelError(f"model: the weights of {str(path)!r} could not be loaded: {first_line(error)}.")
 
 
 def fetched_file(name: str, filename: str) -> Path | None:
