@@ -23,7 +23,7 @@ def demo(
 
         documents = run_demo(out, progress, seed, progress.layer_done)
         progress.stage("drawing figures")
-        figures = [drawing.draw(out / name) for name in (SCENES_FOLDER, *documents)]
+        figures = [drawing.draw(out / name, page=False) for name in (SCENES_FOLDER, *documents)]
         page = None
         if all(figures):
             progress.stage("writing the page")

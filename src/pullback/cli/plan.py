@@ -8,9 +8,11 @@ from typing import Annotated
 import typer
 
 from pullback.cli import options
-from pullback.cli.common import PRUNE_VIEWS, parse_size, refuse_scenes, running, say
+from pullback.cli.common import PRUNE_VIEWS, parse_size, refuse_scenes, running, say, say_written
 from pullback.errors import PullbackError
 from pullback.registry import SCORES
+from pullback.report.drawing import Drawing
+from pullback.runs.documents import PLAN
 
 _SCORES = ", ".join(name for name, entry in SCORES.items() if not entry.needs)
 
@@ -40,12 +42,13 @@ def plan(
     ] = None,
 ) -> None:
     """Find which tokens to remove where, so that a budget of operations, time or error is met."""
-    with running(out) as progress:
+    with Drawing() as drawing, running(out) as progress:
         refuse_scenes(model, "plan", *PRUNE_VIEWS)
         from pullback.learning.head import ImportanceHead
         from pullback.probes import load_probe
         from pullback.pruning import prune
         from pullback.pruning.budget import plan_pruning
+        from pullback.pruning.planned import Asked, write_plan
         from pullback.pruning.scores import score_names
 
         progress.stage(f"loading {model}")
@@ -73,9 +76,14 @@ def plan(
             progress.stage(f"writing {out}")
             pruned = prune(network, [scores[stage] for stage in chosen], ratio=forecast.plan.ratio, stages=chosen)
             pruned.save_pretrained(out)
+            budget = {"flops": flops, "milliseconds": milliseconds, "degradation": degradation}
+            asked = Asked(model, dict(_pairs(heads)), budget, images=len(pictures), batch=batch)
+            write_plan(out, forecast, asked, probe.device)
+            progress.stage("drawing figures")
+            figures = drawing.draw(out)
     say(f"{forecast} ({forecast.measured} plans tried on {len(pictures)} images)")
     if out is not None:
-        say(f"written to {out}/", "bold")
+        say_written(out, ["the pruned model", PLAN], figures)
 
 
 def _pairs(text: str) -> list[tuple[int, str]]:

@@ -8,9 +8,9 @@ import numpy as np
 from torch import Tensor
 
 from pullback.geometry.diagnosis import Tractability
-from pullback.geometry.summary import summarize
 from pullback.geometry.document import layer_result, number, summary
 from pullback.geometry.spectrum import Spectrum, token_importance
+from pullback.geometry.summary import summarize
 from pullback.tokens import TokenLayout
 
 if TYPE_CHECKING:
