@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pullback.errors import ImageError, RankError
+from pullback.checks import whole_number
+from pullback.data.pictures import Pictures
+from pullback.errors import RankError
 from pullback.geometry.regimes import THRESHOLDS, Regime, Thresholds, Verdict, judge, looks_random
-from pullback.geometry.spectrum import Probe, Sketched, as_token_maps, output_size, sketch_in_batches
+from pullback.geometry.spectrum import Probe, Sketched, as_token_maps, features_of, output_size, sketch_in_batches
 from pullback.geometry.summary import Summary, summarize
 from pullback.operators import JacobianOperator, LinearOperator, LowRankMetric, ProductCount
 from pullback.randnla import Estimate, Sketch, Streams, block_krylov, effective_rank_from_spectrum
@@ -223,10 +225,11 @@ class Tractability:
 
 def diagnose(
     probe: Probe,
-    images: Tensor,
+    images: Pictures,
     rank: int | Sequence[int] = 20,
     method: str = "auto",
     *,
+    normalized: bool = False,
     seed: int = 0,
     rtol: float | None = None,
     precision: str = "float32",
@@ -240,18 +243,15 @@ def diagnose(
 ) -> Tractability:
     """Diagnose a probe map: kappa_cap, effective ranks, CV and its null, r_0.90 with error bars; regime and advice.
 
+    ``images``: [B, 3, H, W], or pictures in any form that `ProbeMap.features` takes; ``normalized`` as there.
     A rank above min(M, N*D) is lowered to it; the regime is then (iv). ``convergence_samples``: for how many samples
     the power-iteration table is measured as well (6 rank pairs each). ``on_part`` is called with each batch that is
     done; with these as ``parts`` a second call goes on where the first one stopped, in batches of the same size, and
     ends with the same numbers. Other ``knobs`` go to `randnla.sketch`.
     """
-    ranks = (rank,) if isinstance(rank, int) else tuple(rank)
-    if not ranks or min(ranks) < 1:
-        raise RankError(f"rank: expected one or several numbers from 1 up, got {rank!r}.")
-    if len(images) == 0:
-        raise ImageError("images: expected at least one image, got an empty batch.")
+    ranks = _checked_ranks(rank)
     begun = time.perf_counter()
-    features = probe.features(images)
+    features = features_of(probe, images, normalized)
     rows, inputs = output_size(probe, features), features[0].numel()
     used = tuple(min(r, rows, inputs) for r in ranks)
     layout = probe.token_layout(features)
@@ -314,6 +314,15 @@ def diagnose(
         seconds=sum(part.seconds for part in done),
         thresholds=thresholds,
     )
+
+
+def _checked_ranks(rank: int | Sequence[int]) -> tuple[int, ...]:
+    """Return one rank or several as a tuple, or raise an error for what is no whole number from 1 up."""
+    ranks = tuple(rank) if isinstance(rank, list | tuple | range) else (rank,)
+    if not ranks:
+        raise RankError(f"rank: expected one or several numbers from 1 up, got {rank!r}.")
+    wish = "one or several numbers from 1 up"
+    return tuple(whole_number("rank", value, expected=wish, error=RankError) for value in ranks)
 
 
 def _convergence(

@@ -149,6 +149,7 @@ def _diagnose_layer(
                 group.pixels,
                 request.ranks,
                 request.method,
+                normalized=True,
                 seed=request.seed + _SEEDS * index,
                 rtol=request.rtol,
                 precision=request.precision,
@@ -161,7 +162,7 @@ def _diagnose_layer(
         return join_reports(reports), None
     progress.stage("alignment of the layers")
     found = [
-        layer_multiplicity(probe, group.pixels, seed=request.seed + _SEEDS * index)
+        layer_multiplicity(probe, group.pixels, seed=request.seed + _SEEDS * index, normalized=True)
         for index, group in enumerate(samples.groups)
     ]
     return join_reports(reports), Estimate.join(found)

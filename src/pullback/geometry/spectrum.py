@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -10,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from pullback.checks import shown, whole_number
+from pullback.data.pictures import Pictures
 from pullback.errors import ImageError, PullbackError
 from pullback.operators import JacobianOperator, LowRankMetric, ProductCount, check_sensitive
 from pullback.operators.execution import free_bytes, is_too_large
@@ -71,10 +75,11 @@ def as_token_maps(columns: Tensor, shape: torch.Size) -> Tensor:
 
 def spectrum(
     probe: Probe,
-    images: Tensor,
+    images: Pictures,
     rank: int = 20,
     method: str = "auto",
     *,
+    normalized: bool = False,
     seed: int = 0,
     rtol: float | None = None,
     with_effective_rank: bool = False,
@@ -86,14 +91,13 @@ def spectrum(
     batch_size: int | None = None,
     on_progress: Callable[[int], None] | None = None,
 ) -> Spectrum:
-    """Compute the leading ``rank`` modes of J at these images [B, 3, H, W].
+    """Compute the leading ``rank`` modes of J at these images.
 
+    ``images``: [B, 3, H, W], or pictures in any form that `ProbeMap.features` takes; ``normalized`` as there.
     ``method``: "auto" (the cheaper of exact and krylov), "exact", "krylov", or "paper" (Algorithm 2 literally, with
     ``power_iters`` and ``sketch_width``; with ``rayleigh_ritz`` its better twin). ``rtol`` asks for smaller error bars.
     """
-    if len(images) == 0:
-        raise ImageError("images: expected at least one image, got an empty batch.")
-    features = probe.features(images)
+    features = features_of(probe, images, normalized)
     done: list[Sketch] = []
     for part in sketch_in_batches(
         probe,
@@ -132,6 +136,11 @@ def spectrum(
 
 def token_importance(spectrum: Spectrum) -> Tensor:
     """Return the importance of each token, imp*_t = sqrt(sum_j sigma_j^2 |v_j^(t)|^2) (`eq:imp_target`): [B, N]."""
+    if not isinstance(spectrum, Spectrum):
+        raise PullbackError(
+            f"spectrum: expected what pb.spectrum(probe, images) returned, got {shown(spectrum)}. A diagnosis has the "
+            "importance of its tokens in .importance."
+        )
     return spectrum.metric().importance()
 
 
@@ -150,7 +159,7 @@ class Probe(Protocol):
     @property
     def layer(self) -> Any: ...
 
-    def features(self, images: Tensor) -> Tensor: ...
+    def features(self, images: Any, *, normalized: bool = ...) -> Tensor: ...
 
     def token_layout(self, features: Tensor) -> TokenLayout: ...
 
@@ -163,6 +172,23 @@ class Sketched:
 
     first: int
     sketch: Sketch
+
+
+def features_of(probe: Probe, images: Pictures, normalized: bool = False) -> Tensor:
+    """Compute the features of images at a probe; ``normalized`` as in `ProbeMap.features`."""
+    check_probe(probe)
+    if isinstance(images, Sized) and not isinstance(images, Mapping) and len(images) == 0:
+        raise ImageError("images: expected at least one image, got an empty batch.")
+    return probe.features(images, normalized=True) if normalized else probe.features(images)
+
+
+def check_probe(probe: Any) -> None:
+    """Refuse what is no probe map, such as images or a model in its place."""
+    if not callable(probe) or not hasattr(probe, "features") or not hasattr(probe, "token_layout"):
+        raise PullbackError(
+            f"probe: expected a probe map, such as pb.load_probe(model, decoder, layer), got {shown(probe)}. It is the "
+            "first argument."
+        )
 
 
 def output_size(probe: Probe, features: Tensor) -> int:
@@ -195,17 +221,17 @@ def sketch_in_batches(
 
 
 def in_batches(
-    work: Callable[[Tensor, int], _Result], features: Tensor, size: int, start: int = 0
+    work: Callable[[Tensor, int], _Result], features: Tensor, size: int, start: int = 0, seconds: float = math.inf
 ) -> Iterator[_Result]:
     """Call work(part, first) on the samples first, first + 1, ... of each part, halving it when memory runs out.
 
     What was finished before has then been handed over, and is not done again. The samples before ``start`` are left
-    out.
+    out. After a part that took more than ``seconds`` the next ones are smaller.
     """
     first = start
     while first < len(features):
         part = features[first : first + size]
-        result = None
+        begun, result = time.perf_counter(), None
         try:
             result = work(part, first)
         except (RuntimeError, MemoryError) as error:
@@ -216,14 +242,17 @@ def in_batches(
             if features.device.type == "cuda":
                 torch.cuda.empty_cache()
             continue
+        took = time.perf_counter() - begun
         yield result
         first += len(part)
+        if took > seconds:
+            size = max(1, int(len(part) * seconds / took))
 
 
 def checked_batch_size(batch_size: int | None) -> int | None:
-    if batch_size is not None and batch_size < 1:
-        raise PullbackError(f"batch_size: expected at least 1, or None for as many as memory holds, got {batch_size}.")
-    return batch_size
+    if batch_size is None:
+        return None
+    return whole_number("batch_size", batch_size, expected="at least 1, or None for as many as memory holds")
 
 
 def _sketch(

@@ -20,7 +20,17 @@ from torch import Tensor
 from pullback.backbones import AnyBackbone, LinearizedBlock, Norm, State, unchanged
 from pullback.backbones.backbone import Size
 from pullback.data.images import ImageBatch, ImageSource, PixelFormat
-from pullback.decoders import Decoder, OutputMetric, TaskDistance, check_metric, factor_at
+from pullback.data.pictures import Pictures
+from pullback.decoders import (
+    LOGARITHMIC,
+    Decoder,
+    OutputMetric,
+    TaskDistance,
+    check_distance,
+    check_metric,
+    factor_at,
+    identity_of,
+)
 from pullback.errors import DecoderError, ModelError, ShapeError
 from pullback.operators import Linearization
 from pullback.probes.linearization import DecoderTail, ProbeLinearization, Tap, WeightedLinearization
@@ -111,6 +121,21 @@ class ProbeMap:
         return f"{own} layers {list(self.layers)} {'after' if self.after_norm else 'before'} the norm"
 
     @property
+    def identity(self) -> dict[str, str | None]:
+        """What files know decoder, task distance and output metric by: hashes of code and parameters, or versions.
+
+        Two probes whose identities are equal and whose models have the same weights are the same map.
+        """
+        return {
+            "decoder_identity": self.decoder.identity(self.backbone.model),
+            "distance_identity": self._identity_of("distance", self.distance),
+            "output_metric_identity": self._identity_of("output_metric", self.output_metric),
+        }
+
+    def _identity_of(self, argument: str, part: TaskDistance | OutputMetric | None) -> str | None:
+        return None if part is None else identity_of(part, argument=argument, model=self.backbone.model)
+
+    @property
     def device(self) -> torch.device:
         return self.backbone.device
 
@@ -144,13 +169,19 @@ class ProbeMap:
     # Features
 
     @torch.no_grad()
-    def features(self, images: Tensor) -> Tensor:
-        """Compute F^l [B, N, D] of images [B, 3, H, W], or x [B, N, K D] at the decoder's inputs.
+    def features(self, images: Pictures, *, normalized: bool = False) -> Tensor:
+        """Compute F^l [B, N, D] of images, or x [B, N, K D] at the decoder's inputs.
+
+        ``images``: normalised floats or uint8 [B, 3, H, W], which keep their size; PIL images or uint8 arrays
+        [H, W, 3], resized and cropped as files are; a list of one kind; or what an image processor of transformers
+        returned. uint8 and PIL images are normalised for the model. Floats without a negative value look as if they
+        were not, and are refused unless ``normalized=True``. Of a VGGT: views [S, 3, H, W] or scenes of them
+        [B, S, 3, H, W], uint8 or in [0, 1].
 
         Where the map needs more than these numbers, they carry it (`Features`): the token layout and, by layer, what
         the decoder reads that a change of F^l does not reach.
         """
-        samples = self.backbone.batch(images)
+        samples = self.backbone.batch(images, normalized=normalized)
         layout = self.backbone.token_layout(samples)
         batches = samples.split(max(1, FEATURE_BATCH // layout.views))
         states = [self.backbone.states(batch, (*self._held, *self.layers)) for batch in batches]
@@ -230,8 +261,11 @@ class ProbeMap:
 
         At the inputs, with ``after_norm``, the taps are behind the norm already.
         """
+        return self._measured(self._decoded(taps, layout))
+
+    def _decoded(self, taps: Sequence[Tensor], layout: TokenLayout) -> Tensor:
         norm = unchanged if self._layer is None and self.after_norm else self.backbone.norm
-        return self._measured(self.decoder.output(taps, layout, norm))
+        return self.decoder.output(taps, layout, norm)
 
     def _measured(self, output: Tensor) -> Tensor:
         return output if self.distance is None else self.distance(output)
@@ -241,6 +275,7 @@ class ProbeMap:
     def linearize(self, features: Tensor) -> Linearization:
         """Return the `Linearization` at these features that `JacobianOperator` multiplies with."""
         point, layout, held = self._unpack(features)
+        self._check_distance(point, layout, held)
         if self._layer is not None and self.by_hand:
             inner: Linearization = self._by_hand(self._layer, point, layout, held)
         else:
@@ -250,6 +285,15 @@ class ProbeMap:
         with self.backbone.arithmetic():
             factor = factor_at(self.output_metric, inner.output)
         return WeightedLinearization(inner, factor, self.backbone.arithmetic)
+
+    @torch.no_grad()
+    def _check_distance(self, point: Tensor, layout: TokenLayout, held: dict[int, Tensor]) -> None:
+        """Refuse a task distance that the outputs at these features do not fit."""
+        if self.distance not in LOGARITHMIC:
+            return  # nothing to check, so nothing to compute
+        with self.backbone.arithmetic():
+            taps = self._runner(self._layer, point, layout, held)(point)
+            check_distance(self.distance, self._decoded(taps, layout), self.decoder.name)
 
     def _by_hand(self, start: int, tokens: Tensor, layout: TokenLayout, held: dict[int, Tensor]) -> ProbeLinearization:
         norm = self.backbone.norm if self.decoder.normed else None

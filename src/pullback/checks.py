@@ -1,0 +1,47 @@
+"""Checks of arguments that many functions share: each error names the argument, what was expected and what came."""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any
+
+from pullback.errors import PullbackError
+
+
+def whole_number(
+    name: str, value: Any, *, least: int = 1, expected: str | None = None, error: type[PullbackError] = PullbackError
+) -> int:
+    """Return ``value`` as an int; refuse bools, floats, text and numbers below ``least``.
+
+    ``expected``: what the message says instead of "a whole number of at least ...".
+    """
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or number < least:
+        raise error(f"{name}: expected {expected or f'a whole number of at least {least}'}, got {shown(value)}.")
+    return number
+
+
+def finite_number(
+    name: str, value: Any, *, least: float = -math.inf, expected: str, error: type[PullbackError] = PullbackError
+) -> float:
+    """Return ``value`` as a float; refuse bools, text, NaN, infinity and numbers below ``least``."""
+    try:
+        number = math.nan if isinstance(value, (bool, str)) else float(value)
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor with several elements
+        number = math.nan
+    if not math.isfinite(number) or number < least:
+        raise error(f"{name}: expected {expected}, got {shown(value)}.")
+    return number
+
+
+def shown(value: Any) -> str:
+    """Describe a value in a message: tensors and arrays by their shape, other things by a short repr."""
+    shape = getattr(value, "shape", None)
+    if isinstance(shape, tuple):
+        return f"{type(value).__name__} of shape {list(shape)}"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{type(value).__name__} {text[:60]}…"
