@@ -38,6 +38,16 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
+class Trial:
+    """What was measured of one plan on the way: None where it was not needed."""
+
+    stages: tuple[int, ...]
+    ratio: float
+    cost: float | None
+    degradation: float | None
+
+
+@dataclass(frozen=True)
 class Forecast:
     """What to expect of a plan: ``cost`` is what the search compared, in the unit of its cost function; `plan_pruning`
     also fills in operations and times."""
@@ -50,6 +60,7 @@ class Forecast:
     flops: float | None = None  # share of the whole model's operations
     milliseconds: float | None = None  # of one batch
     whole_milliseconds: float | None = None  # the same of the whole model
+    trials: tuple[Trial, ...] = ()  # all that were tried
 
     def __str__(self) -> str:
         return (
@@ -229,8 +240,11 @@ class _Trials:
         mean, error = self.degradation_and_error(stages, ratio)
         return Forecast(self._build(stages, ratio).plan, self.cost(stages, ratio), mean, error, 0)
 
-    def count(self) -> int:
-        return len(self._costs.keys() | self._degradations.keys())
+    def all(self) -> tuple[Trial, ...]:
+        tried = sorted(self._costs.keys() | self._degradations.keys())
+        return tuple(
+            Trial(*plan, self._costs.get(plan), self._degradations.get(plan, (None, None))[0]) for plan in tried
+        )
 
 
 def _check_numbers(values: Tensor) -> None:
@@ -260,7 +274,8 @@ def _chosen(found: list[Forecast], key: Callable[[Forecast], float], trials: _Tr
             f"budget: no plan was found with {wanted}, with ratios from {RATIOS[0]} to {RATIOS[-1]}. Allow more, or "
             "offer heads for earlier layers."
         )
-    return replace(min(found, key=key), measured=trials.count())
+    tried = trials.all()
+    return replace(min(found, key=key), measured=len(tried), trials=tried)
 
 
 # What was asked for
