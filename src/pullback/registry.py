@@ -20,6 +20,8 @@ from pullback.errors import PullbackError
 Code = str | Callable[..., Any]
 """Code, or where it is: "package.module:name"."""
 GROUP = "pullback"
+OWN_VERSION = "pullback-1"
+"""What decoders and task distances of the package are known by in files, unless they say otherwise."""
 NEEDS = ("", "head", "spn", "probe")
 """What a score may need besides the tokens."""
 
@@ -62,7 +64,8 @@ class DecoderEntry:
     ``pattern``: a regular expression for names with numbers in them, such as depth-8x8; by default the name itself.
     ``family``: the one backbone family that it belongs to, before the decoders of the same name for all; None: every
     family of single images. ``options``: arguments of `load_probe` that ``build`` takes by keyword, such as
-    pose_derivative.
+    pose_derivative. ``version``: files know the decoder by it, in place of a hash of its code (`Decoder.version`), and
+    it has to change whenever the output does.
     """
 
     name: str
@@ -71,6 +74,14 @@ class DecoderEntry:
     pattern: str = ""
     family: str | None = None
     options: tuple[str, ...] = ()
+    version: str = ""
+
+    @property
+    def known_version(self) -> str | None:
+        """The version that files know it by. Those of the package have one, so that they are the same in every release
+        that computes the same; of others None: by their code."""
+        own = isinstance(self.build, str) and self.build.startswith(f"{GROUP}.")
+        return self.version or (OWN_VERSION if own else None)
 
     def __post_init__(self) -> None:
         _check_names(self.name, "options", self.options)

@@ -267,9 +267,9 @@ def fail_at_layer(layer: int, error: BaseException, monkeypatch) -> None:
     ("error", "code", "message"),
     [
         (NumericsError("features: NaN in image 1."), 2, "error: features: NaN in image 1."),
-        (torch.OutOfMemoryError("CUDA out of memory"), 2, "error: out of memory"),
+        (torch.OutOfMemoryError("CUDA out of memory"), 1, "error: out of memory"),
         (KeyboardInterrupt(), 130, "interrupted"),
-        (OSError(28, "No space left on device"), 2, "No space left on device"),
+        (OSError(28, "No space left on device"), 1, "No space left on device"),
     ],
     ids=["error", "memory", "interrupt", "disk"],
 )
@@ -331,7 +331,7 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=120)
 
 
-COMMANDS = ("diagnose", "demo", "ls", "plan", "prune", "targets", "train head", "train spn")
+COMMANDS = ("diagnose", "demo", "look", "ls", "plan", "prune", "targets", "train head", "train spn")
 
 
 def test_help_and_ls_import_neither_torch_nor_transformers():

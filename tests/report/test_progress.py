@@ -5,7 +5,10 @@ from rich.console import Console
 from pullback.report.progress import ProgressDisplay
 from pullback.runs.progress import Progress
 
-LAYER = {"layer": 4, "num_images": 2, "rank_used": 3, "kappa": {"mean": 0.4, "se": 0.01}, "regime": "iii", "seconds": 1}
+LAYER = {
+    "layer": 4, "num_images": 2, "rank_used": 3, "kappa": {"mean": 0.4, "se": 0.01}, "regime": "iii",
+    "regime_title": "marginal rank", "seconds": 1,
+}  # fmt: skip
 
 
 def test_finished_layers_are_said_in_a_line_and_kept_by_name():
@@ -25,8 +28,8 @@ def test_finished_layers_are_said_in_a_line_and_kept_by_name():
         progress.finished("the rest", "nothing more")
     assert display.done == ["L04", "hooks", "the rest"]
     assert capture.get().splitlines() == [
-        "L04: κ(3) = 40.0 ± 1.0 %, regime (iii), 2 scenes in 1.0 s",
-        "hooks: κ(3) = 40.0 ± 1.0 %, regime (iii), 1 scene in 1.0 s",
+        "L04: κ(3) = 40.0 ± 1.0 %, regime (iii) marginal rank, 2 scenes in 1.0 s",
+        "hooks: κ(3) = 40.0 ± 1.0 %, regime (iii) marginal rank, 1 scene in 1.0 s",
         "nothing more",
     ]
 

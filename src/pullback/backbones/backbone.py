@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -49,7 +49,7 @@ class State(NamedTuple):
         return self.tokens if self.beside is None else torch.cat([self.beside, self.tokens], -1)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class AnyBackbone(ABC):
     """A frozen network of ``depth`` layers, as probes see it.
 
@@ -67,13 +67,18 @@ class AnyBackbone(ABC):
 
     name: str
     family: str
-    model: nn.Module = field(repr=False)  # these three hold all weights, which nobody wants to read
-    norm: TokenMap = field(repr=False)
+    model: nn.Module
+    norm: TokenMap
     prefix: int
     patch_size: int
     preprocessing: Preprocessing
-    blocks: tuple[Block, ...] = field(default=(), repr=False)
+    blocks: tuple[Block, ...] = ()
     hook_layers: tuple[int, ...] = ()
+
+    def __repr__(self) -> str:
+        size = f"{self.depth} blocks of width {self.dim}, patches of {self.patch_size} pixels"
+        kind = f"{str(self.dtype).removeprefix('torch.')} on {self.device}"
+        return f"{type(self).__name__}({self.name!r}, family {self.family}, {size}, prefix of {self.prefix}, {kind})"
 
     # What a network must say
 
@@ -198,7 +203,7 @@ class AnyBackbone(ABC):
         return self.model.parameters()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Backbone(AnyBackbone):
     """A frozen ViT: embed the images, run any range of blocks on any tokens, apply the final norm.
 
@@ -206,9 +211,9 @@ class Backbone(AnyBackbone):
     decoder reads the hook layers after the final norm.
     """
 
-    norm: Norm = field(repr=False)
-    embed_pixels: Callable[[Tensor], Tensor] = field(repr=False)
-    rope_tables: Callable[[TokenLayout], Rope] | None = field(default=None, repr=False)
+    norm: Norm
+    embed_pixels: Callable[[Tensor], Tensor]
+    rope_tables: Callable[[TokenLayout], Rope] | None = None
     hooks_normed: bool = True
 
     @property

@@ -145,6 +145,22 @@ def open_source(path: ImageSource | Source) -> Source:
     return _files(name, files, root)
 
 
+def place_of(name: str) -> str:
+    """Return the name of a source as it is from every folder: absolute, without links. Names of the hub stay."""
+    if name == LISTED:
+        return name
+    if not name.startswith(HF):
+        return str(Path(name).expanduser().resolve())
+    dataset, colon, split = name.removeprefix(HF).rpartition(":")
+    folder = Path(dataset if colon else split).expanduser()
+    return f"{HF}{folder.resolve()}{colon}{split if colon else ''}" if folder.is_dir() else name
+
+
+def same_place(one: str | None, other: str | None) -> bool:
+    """Whether two names, however they are spelled, mean the same source."""
+    return one == other or (one is not None and other is not None and place_of(one) == place_of(other))
+
+
 def _several(paths: Sequence[str]) -> Source:
     name = LISTED
     if paths and all(path.endswith(".tar") for path in paths):

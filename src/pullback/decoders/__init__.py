@@ -4,16 +4,20 @@ from pullback.decoders.decoder import Decoder
 from pullback.decoders.dense import PatchGrid, SaliencyHead
 from pullback.decoders.distances import (
     DISTANCES,
+    LOGARITHMIC,
     OutputMetric,
     TaskDistance,
+    check_distance,
     check_metric,
     factor_at,
     task_distance,
 )
+from pullback.decoders.identity import identity_of
 from pullback.decoders.registry import DecoderChoice, build_decoder
 
 __all__ = [
     "DISTANCES",
+    "LOGARITHMIC",
     "Decoder",
     "DecoderChoice",
     "OutputMetric",
@@ -21,7 +25,9 @@ __all__ = [
     "SaliencyHead",
     "TaskDistance",
     "build_decoder",
+    "check_distance",
     "check_metric",
     "factor_at",
+    "identity_of",
     "task_distance",
 ]

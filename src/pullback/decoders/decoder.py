@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from pullback.backbones import TokenMap
+from pullback.decoders.identity import check_version, identity_of
 from pullback.errors import DecoderError
 from pullback.tokens import TokenLayout
 
@@ -22,6 +23,9 @@ class Decoder:
     ``rows``: it reads only the first so many tokens (1 for a class-token decoder), so the last block need not compute
     the others. ``linear``: the function is linear in the tokens of all its layers together, without a constant term, so
     its derivative is itself; nothing checks this.
+
+    ``version``: what files know the function by, in place of a hash of its code (`identity`); a text that has to change
+    whenever the output does. ``source``: what ``decode`` was made of, where that is not all there is to it.
     """
 
     name: str
@@ -30,6 +34,8 @@ class Decoder:
     normed: bool = True
     rows: int | None = None
     linear: bool = False
+    version: str | None = None
+    source: object = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.layers, tuple) or not self.layers:
@@ -37,6 +43,23 @@ class Decoder:
                 f"layers: expected a tuple of block indices, such as (11,), for decoder {self.name!r}, got "
                 f"{self.layers!r}."
             )
+        check_version(self.version)
+
+    def identity(self, model: nn.Module) -> str:
+        """Return what files know it by: the layers that it reads, version or code, and parameters of its own.
+
+        ``model`` is the backbone's module: its weights are no parameters of the decoder. Where something in reach of
+        the code cannot be hashed, the error asks for a version.
+        """
+        reads = f"layers {' '.join(map(str, self.layers))}{'' if self.normed else ' before the norm'}"
+        what = self.decode if self.source is None else self.source
+        known = identity_of(what, argument="decoder", name=self.name, model=model, version=self.version)
+        return f"{reads}, {known}"
+
+    def __repr__(self) -> str:
+        reads = "all tokens" if self.rows is None else f"the first {self.rows} tokens" if self.rows > 1 else "token 0"
+        norm = "after the norm" if self.normed else "before the norm"
+        return f"Decoder({self.name!r}, reads {reads} of layers {list(self.layers)} {norm})"
 
     def read(self, tap: Tensor, norm: TokenMap) -> Tensor:
         """What it sees of a layer [B, N, D]: the first ``rows`` tokens, after ``norm`` if it is to be applied."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from pullback.backbones import AnyBackbone, Backbone
 from pullback.decoders.decoder import Decoder
+from pullback.decoders.identity import check_version
 from pullback.errors import DecoderError
 from pullback.tokens import TokenLayout
 
@@ -31,7 +32,7 @@ def depth(backbone: Backbone, *grid: str | int) -> Decoder:
     def decode(taps: Sequence[Tensor], layout: TokenLayout) -> Tensor:
         rows, columns = layout.grid
         full = head(neck(list(taps), rows, columns), rows, columns)
-        return full if cells is None else F.adaptive_avg_pool2d(full, cells)
+        return averaged(full, cells)
 
     return Decoder(name, backbone.hook_layers, decode, normed=backbone.hooks_normed)
 
@@ -47,12 +48,34 @@ def depth_name(*grid: str | int) -> tuple[str, tuple[int, int] | None]:
     return name, (rows, columns)
 
 
+def averaged(maps: Tensor, cells: tuple[int, int] | None) -> Tensor:
+    """Average maps [..., H, W] down to so many rows and columns of cells; None: as they are.
+
+    More cells than pixels are refused: pixels would be repeated, and J would have rows that say the same."""
+    if cells is None:
+        return maps
+    height, width = maps.shape[-2:]
+    if cells[0] > height or cells[1] > width:
+        raise DecoderError(
+            f"decoder: 'depth-{cells[0]}x{cells[1]}' averages a depth map down to cells, expected at most as many as "
+            f"its {height}x{width} pixels. Use 'depth' for the whole map, fewer cells, or larger images."
+        )
+    return F.adaptive_avg_pool2d(maps, cells)
+
+
 @dataclass(frozen=True)
 class PatchGrid:
-    """A head that wants the last layer's normalised patch tokens as a map: [B, D, h, w] -> [B, ...]."""
+    """A head that wants the last layer's normalised patch tokens as a map: [B, D, h, w] -> [B, ...].
+
+    ``version``: as in `Decoder`.
+    """
 
     head: Callable[[Tensor], Tensor]
     name: str = "dense"
+    version: str | None = None
+
+    def __post_init__(self) -> None:
+        check_version(self.version)
 
 
 def on_patch_grid(backbone: AnyBackbone, choice: PatchGrid) -> Decoder:
@@ -61,7 +84,7 @@ def on_patch_grid(backbone: AnyBackbone, choice: PatchGrid) -> Decoder:
     def decode(taps: Sequence[Tensor], layout: TokenLayout) -> Tensor:
         return choice.head(layout.patch_map(taps[0])[:, 0].permute(0, 3, 1, 2))
 
-    return Decoder(choice.name, (backbone.depth - 1,), decode)
+    return Decoder(choice.name, (backbone.depth - 1,), decode, version=choice.version, source=choice)
 
 
 def saliency(backbone: Backbone) -> Decoder:

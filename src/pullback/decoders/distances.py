@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pullback.errors import DecoderError
+from pullback.registry import OWN_VERSION
 
 TaskDistance = Callable[[Tensor], Tensor]
 
@@ -34,9 +35,13 @@ def cosine(output: Tensor) -> Tensor:
 def log(output: Tensor) -> Tensor:
     """log max(y, floor), the floor `LOG_FLOOR` times the median of the image's positive outputs, held constant."""
     flat = output.flatten(1)
-    positive = flat.detach().where(flat.detach() > 0, torch.nan)
-    floor = (LOG_FLOOR * positive.nanmedian(1, keepdim=True).values).nan_to_num(0.0).clamp_min(1e-12)
-    return flat.maximum(floor).log()
+    return flat.maximum(_floor(flat.detach())).log()
+
+
+def _floor(flat: Tensor) -> Tensor:
+    """Return the floor of each image [B, 1], from its outputs [B, M]."""
+    positive = flat.where(flat > 0, torch.nan)
+    return (LOG_FLOOR * positive.nanmedian(1, keepdim=True).values).nan_to_num(0.0).clamp_min(1e-12)
 
 
 def silog(output: Tensor) -> Tensor:
@@ -46,6 +51,27 @@ def silog(output: Tensor) -> Tensor:
 
 
 DISTANCES: dict[str, TaskDistance] = {"cosine": cosine, "log": log, "silog": silog}
+LOGARITHMIC: tuple[TaskDistance, ...] = (log, silog)
+for _function in DISTANCES.values():
+    vars(_function)["version"] = OWN_VERSION  # what files know them by
+
+
+def check_distance(distance: TaskDistance | None, output: Tensor, decoder: str) -> None:
+    """Refuse the logarithm of a decoder's output [B, ...] that has negative numbers: it would hold them constant.
+
+    Numbers that are nearer to 0 than the floor of `log` count as 0, which the ReLU of a depth head gives.
+    """
+    if distance not in LOGARITHMIC or not isinstance(output, Tensor):  # the operator explains what is no tensor
+        return
+    flat = output.detach().flatten(1)
+    lowest = flat.amin(1)
+    wrong = (lowest < -_floor(flat)[:, 0]).nonzero().flatten()
+    if len(wrong):
+        name = "log" if distance is log else "silog"
+        raise DecoderError(
+            f"distance: {name!r} takes the logarithm of outputs such as depth, expected none below 0, but decoder "
+            f"{decoder!r} gives {lowest[wrong[0]].item():.3g}. Use 'cosine' for embeddings, or no distance."
+        )
 
 
 def task_distance(choice: str | TaskDistance | None) -> TaskDistance | None:

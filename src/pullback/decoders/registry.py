@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from torch import Tensor, nn
 
 from pullback.backbones import AnyBackbone, check_evaluation_mode
 from pullback.decoders.decoder import Decoder
 from pullback.decoders.dense import PatchGrid, on_patch_grid
+from pullback.decoders.identity import name_of
 from pullback.errors import DecoderError
 from pullback.registry import DecoderEntry, decoders_for, resolve
 
@@ -35,8 +37,7 @@ def build_decoder(choice: DecoderChoice, backbone: AnyBackbone, *, pose_derivati
         check_evaluation_mode(head, "decoder")
     if isinstance(choice, PatchGrid):
         return on_patch_grid(backbone, choice)
-    name = getattr(choice, "__name__", type(choice).__name__)
-    return Decoder(name, (backbone.depth - 1,), lambda taps, layout: choice(taps[0]))
+    return Decoder(name_of(choice), (backbone.depth - 1,), lambda taps, layout: choice(taps[0]), source=choice)
 
 
 def _named_decoder(choice: object, backbone: AnyBackbone, options: dict[str, str]) -> Decoder:
@@ -45,7 +46,8 @@ def _named_decoder(choice: object, backbone: AnyBackbone, options: dict[str, str
         if match is not None:
             if not set(options) <= set(entry.options):
                 raise _no_choice(options["pose_derivative"])
-            return _checked(resolve(entry.build)(backbone, *match.groups(), **options), entry)
+            built = _checked(resolve(entry.build)(backbone, *match.groups(), **options), entry)
+            return built if entry.known_version is None else replace(built, version=entry.known_version)
     raise _unknown(choice, backbone)
 
 

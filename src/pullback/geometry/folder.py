@@ -22,14 +22,15 @@ from pullback.backbones import AnyBackbone, Group, Samples, image_samples, load_
 from pullback.data.images import ImageBatch
 from pullback.decoders import build_decoder, task_distance
 from pullback.errors import PullbackError
-from pullback.geometry import SampleDiagnosis, Tractability, classify, diagnose, layer_multiplicity
+from pullback.geometry import SampleDiagnosis, Tractability, diagnose, layer_multiplicity
 from pullback.geometry.diagnosis import join_tables
 from pullback.geometry.document import layer_result, multiplicity_result
 from pullback.operators import ProductCount
 from pullback.probes import HOOKS, INPUTS, ProbeMap
 from pullback.randnla import Estimate
 from pullback.runs import documents as files
-from pullback.runs.files import make_folder, write_arrays, write_json
+from pullback.runs.files import write_arrays, write_json
+from pullback.runs.folder import check_kind, claim_folder
 from pullback.runs.progress import Progress, Silent
 from pullback.runs.provenance import provenance
 
@@ -75,12 +76,13 @@ def run_diagnosis(
     ``on_layer`` is called with the entry of each layer in `diagnosis.json` when it is on disk.
     """
     progress = progress or Silent()
+    check_kind(out, "diagnose")
     progress.stage(f"loading {request.model}")
     backbone = load_any_backbone(request.model, device=request.device)
     request = replace(request, decoder=request.decoder or backbone.default_decoder)
     probes = build_probes(request, backbone)  # a wrong layer, decoder or size is found before anything is computed
     backbone.check_size(request.size)
-    make_folder(out)
+    claim_folder(out, "diagnose")
     if batch is None:
         progress.stage(f"reading {backbone.unit} from {request.images}")
         samples = backbone.read(request.images, request.size, request.limit)
@@ -216,8 +218,8 @@ def join_reports(reports: Sequence[Tractability]) -> Tractability:
     """
     if len(reports) == 1:
         return reports[0]
-    largest = max(reports, key=lambda report: (_max_rank(report), report.input_shape[0]))
-    joined = replace(
+    largest = max(reports, key=lambda report: (report.max_rank, report.input_shape[0]))
+    return replace(
         largest,
         seed=reports[0].seed,
         method=", ".join(dict.fromkeys(report.method for report in reports)),
@@ -227,19 +229,6 @@ def join_reports(reports: Sequence[Tractability]) -> Tractability:
         products=sum((report.products for report in reports), ProductCount()),
         seconds=sum(report.seconds for report in reports),
     )
-    regime = classify(
-        kappa=joined.kappa.mean,
-        effective_rank=joined.r_eff_slq.mean,
-        cv=joined.cv.mean,
-        rank=joined.rank,
-        max_rank=_max_rank(largest),
-        thresholds=joined.thresholds,
-    )
-    return replace(joined, regime=regime)
-
-
-def _max_rank(report: Tractability) -> int:
-    return min(report.output_size, math.prod(report.input_shape))
 
 
 def _extended(sample: SampleDiagnosis, own: Tractability, largest: Tractability) -> SampleDiagnosis:

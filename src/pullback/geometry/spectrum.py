@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +19,9 @@ from pullback.operators import JacobianOperator, LowRankMetric, ProductCount, ch
 from pullback.operators.execution import free_bytes, is_too_large
 from pullback.randnla import Estimate, Sketch, Streams, sketch
 from pullback.tokens import TokenLayout
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,7 @@ class Spectrum:
     products: ProductCount  # per sample, of the one that took most
     seed: int
     token_layout: TokenLayout
+    probe: str = ""  # the name of the probe map
 
     @property
     def rank(self) -> int:
@@ -44,6 +50,22 @@ class Spectrum:
     def metric(self, floor: float = 0.0) -> LowRankMetric:
         """Return the rank-r pullback metric eps I + sum_j sigma_j^2 v_j v_j^T."""
         return LowRankMetric(self.modes, self.singular_values.square(), floor)
+
+    def plot(self) -> Figure:
+        """Draw the energy of each direction, kappa, and the energy of each patch, as a matplotlib figure."""
+        from pullback.geometry.shown import shown_spectrum
+
+        return shown_spectrum(self).plot()
+
+    def __repr__(self) -> str:
+        from pullback.geometry.shown import shown_spectrum
+
+        return f"Spectrum({shown_spectrum(self).line()})"
+
+    def _repr_html_(self) -> str:
+        from pullback.geometry.shown import shown_spectrum
+
+        return shown_spectrum(self).html()
 
 
 def as_token_maps(columns: Tensor, shape: torch.Size) -> Tensor:
@@ -108,6 +130,7 @@ def spectrum(
         products=ProductCount.most([s.products for s in done]),
         seed=seed,
         token_layout=probe.token_layout(features),
+        probe=probe.name,
     )
 
 
@@ -181,30 +204,34 @@ def sketch_in_batches(
     seed: int,
     precision: str = "float32",
     batch_size: int | None = None,
+    start: int = 0,
     **knobs: Any,
 ) -> Iterator[Sketched]:
     """Sketch all samples, halving the batch when memory runs out; what was finished before has then been handed over.
 
     Each sample has its own random stream, so results do not depend on the batch size (with ``rtol``, only within it:
-    probes are added for a batch as a whole)."""
+    probes are added for a batch as a whole). The samples before ``start`` are left out."""
     size = checked_batch_size(batch_size) or samples_that_fit(probe, features, rank)
 
     def work(part: Tensor, first: int) -> Sketched:
         streams = Streams.from_seed(seed, len(part), part.device, first)
         return Sketched(first, _sketch(probe, part, first, rank, precision, streams, knobs))
 
-    return in_batches(work, features, size)
+    return in_batches(work, features, size, start)
 
 
-def in_batches(work: Callable[[Tensor, int], _Result], features: Tensor, size: int) -> Iterator[_Result]:
+def in_batches(
+    work: Callable[[Tensor, int], _Result], features: Tensor, size: int, start: int = 0, seconds: float = math.inf
+) -> Iterator[_Result]:
     """Call work(part, first) on the samples first, first + 1, ... of each part, halving it when memory runs out.
 
-    What was finished before has then been handed over, and is not done again.
+    What was finished before has then been handed over, and is not done again. The samples before ``start`` are left
+    out. After a part that took more than ``seconds`` the next ones are smaller.
     """
-    first = 0
+    first = start
     while first < len(features):
         part = features[first : first + size]
-        result = None
+        begun, result = time.perf_counter(), None
         try:
             result = work(part, first)
         except (RuntimeError, MemoryError) as error:
@@ -215,8 +242,11 @@ def in_batches(work: Callable[[Tensor, int], _Result], features: Tensor, size: i
             if features.device.type == "cuda":
                 torch.cuda.empty_cache()
             continue
+        took = time.perf_counter() - begun
         yield result
         first += len(part)
+        if took > seconds:
+            size = max(1, int(len(part) * seconds / took))
 
 
 def checked_batch_size(batch_size: int | None) -> int | None:

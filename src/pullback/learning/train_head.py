@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from pullback.data.sources import ImageItem, Source, open_source
 from pullback.errors import ImageError, ModelError, PullbackError, ShapeError
 from pullback.evaluation import spearman
 from pullback.evaluation.statistics import mean_and_error
-from pullback.learning.fit import FitConfig, Fitted, Losses, Network, Share, fit
+from pullback.learning.fit import FitConfig, Fitted, Losses, Network, Share, check_going_on, fit
 from pullback.learning.head import HeadConfig, ImportanceHead
 from pullback.learning.losses import conformal_loss
 from pullback.learning.pretrained import Origin
@@ -76,34 +76,31 @@ def train_head(
     dim = stores[0].config["dim"]
     if start is not None and start.config.dim != dim:
         raise ModelError(f"start: expected a head for features of width {dim}, got {start.config.dim}.")
-    if keep_features:
-        progress.work("computing features", sum(map(len, stores)), "images")
-    read = [
-        StoredRows.of(probe, store, images, keep_features=keep_features, on_progress=progress.advance)
-        for store in stores
-    ]
-    if isinstance(held_out, TargetStore):
-        parts, judge = read[:-1], read[-1]
-    else:  # out of every store; those of the first one judge
-        pairs = [rows.split(held_out) for rows in read]
-        parts, judge = [pair[0] for pair in pairs], pairs[0][1]
-    task = HeadTask([part.examples(target) for part in parts], judge.examples(target), rank_weight)
-    if start is None:
-        head = new_head(task.train[0], width, heads, target=target, seed=config.seed)
-    else:
-        head = deepcopy(start).to(probe.device)
+    with torch.device("meta"):
+        network = ImportanceHead.from_config(HeadConfig(dim, width, heads, target)) if start is None else start
+    read = [StoredRows.of(probe, store, images, keep_features=False) for store in stores]
     settings = {
         "target": target,
         "rank_weight": rank_weight,
         "start": None if start is None else weights_hash(start),
         "train": [fingerprint(rows.table, store.config) for rows, store in zip(read, train, strict=False)],
-        "held_out": fingerprint(judge.table, stores[-1].config) if isinstance(held_out, TargetStore) else held_out,
+        "held_out": fingerprint(read[-1].table, stores[-1].config) if isinstance(held_out, TargetStore) else held_out,
     }
+    folder = None if out is None else Path(out)
+    task = _task(read, held_out, target, rank_weight)
+    check_going_on(network, config, folder, settings)  # what can be refused is refused before the long work
+    if keep_features:
+        progress.work("computing features", sum(map(len, stores)), "images")
+        task = _task([rows.kept(progress.advance) for rows in read], held_out, target, rank_weight)
+    if start is None:
+        head = new_head(task.train[0], width, heads, target=target, seed=config.seed)
+    else:
+        head = deepcopy(start).to(probe.device)
     fitted = fit(
         head,
         task,
         config,
-        out=None if out is None else Path(out),
+        out=folder,
         settings=settings,
         tensorboard=tensorboard,
         progress=progress,
@@ -111,6 +108,16 @@ def train_head(
     sizes = dict.fromkeys(tuple(store.config["size"]) for store in train)
     origin = origin_of(probe, stores[0].config["rank"], *sizes)
     return head.describe(origin=origin, target=target, scores=_scores(fitted, task)).eval()
+
+
+def _task(read: Sequence[StoredRows], held_out: TargetStore | float, target: str, rank_weight: float) -> HeadTask:
+    """Divide the rows: the last store is held out, or a share of every store, and those of the first one judge."""
+    if isinstance(held_out, TargetStore):
+        parts, judge = list(read[:-1]), read[-1]
+    else:
+        pairs = [rows.split(held_out) for rows in read]
+        parts, judge = [pair[0] for pair in pairs], pairs[0][1]
+    return HeadTask([part.examples(target) for part in parts], judge.examples(target), rank_weight)
 
 
 def new_head(
@@ -295,9 +302,12 @@ class StoredRows:
         height, width = config["size"]
         wanted = PixelFormat.of((height, width), config["mean"], config["std"], config["interpolation"])
         reader = feature_reader(probe, rows_of_table(table, store.source() if images is None else images), wanted)
-        if keep_features:
-            reader = kept(reader, len(table), on_progress=on_progress)
-        return cls(table, reader, config["prefix"])
+        rows = cls(table, reader, config["prefix"])
+        return rows.kept(on_progress) if keep_features else rows
+
+    def kept(self, on_progress: Callable[[int], None] | None = None) -> StoredRows:
+        """Return the same rows with their features computed, once, and held as the function `kept` holds them."""
+        return replace(self, features=kept(self.features, len(self.table), on_progress=on_progress))
 
     def __len__(self) -> int:
         return len(self.table)

@@ -67,6 +67,13 @@ class LinearOperator:
         """[B, rows, k] -> [B, cols, k]."""
         raise TypeError(f"{type(self).__name__} must define _rmatmat")
 
+    def __repr__(self) -> str:
+        spent = self.products
+        counts = f"{spent.jvp} JVPs and {spent.vjp} VJPs a sample" if spent.total else "no products yet"
+        size = f"{self.rows} x {self.cols}"
+        kind = f"{str(self.dtype).removeprefix('torch.')} on {self.device}"
+        return f"{type(self).__name__}({size}, batch of {self.batch}, {kind}, {counts})"
+
     @property
     def shape(self) -> tuple[int, int, int]:
         return self.batch, self.rows, self.cols

@@ -27,6 +27,11 @@ class LowRankMetric:
         if self.floor < 0:
             raise PullbackError(f"floor: expected a number >= 0, got {self.floor}.")
 
+    def __repr__(self) -> str:
+        batch, rank, tokens, dim = self.modes.shape
+        where = f"batch of {batch}, {tokens} tokens of width {dim}"
+        return f"LowRankMetric(rank {rank}, {where}, floor {self.floor:g}, on {self.modes.device})"
+
     def coordinates(self, v: Tensor) -> Tensor:
         """U^T v: [B, N, D] -> [B, r]."""
         self._check(v)

@@ -21,7 +21,16 @@ from pullback.backbones import AnyBackbone, LinearizedBlock, Norm, State, unchan
 from pullback.backbones.backbone import Size
 from pullback.data.images import ImageBatch, ImageSource, PixelFormat
 from pullback.data.pictures import Pictures
-from pullback.decoders import Decoder, OutputMetric, TaskDistance, check_metric, factor_at
+from pullback.decoders import (
+    LOGARITHMIC,
+    Decoder,
+    OutputMetric,
+    TaskDistance,
+    check_distance,
+    check_metric,
+    factor_at,
+    identity_of,
+)
 from pullback.errors import DecoderError, ModelError, ShapeError
 from pullback.operators import Linearization
 from pullback.probes.linearization import DecoderTail, ProbeLinearization, Tap, WeightedLinearization
@@ -73,6 +82,23 @@ class ProbeMap:
             )
         check_metric(self.output_metric, self.decoder.name, distance=self.distance is not None)
 
+    def __repr__(self) -> str:
+        own = f"{self.backbone.name!r}, decoder={self.decoder.name!r}, layer={self.layer!r}"
+        set_apart = [
+            f"{name}={_name(value)}"
+            for name, value in (("distance", self.distance), ("output_metric", self.output_metric))
+            if value is not None
+        ]
+        set_apart += [f"{name}=False" for name in ("read_probe_layer", "after_norm") if not getattr(self, name)]
+        return f"ProbeMap({', '.join([own, *set_apart, f'device={str(self.device)!r}'])})"
+
+    def _repr_html_(self) -> str:
+        from pullback.report.notebook import probe_html
+
+        backbone, held = self.backbone, {"decoder": self.decoder.name, "layer": str(self.layer)}
+        facts = held | {"width": str(backbone.dim), "patches": f"{backbone.patch_size} pixels", "on": str(self.device)}
+        return probe_html(self.name, backbone.depth, self.layers, self.decoder.layers, facts)
+
     # Where the probe sits
 
     @property
@@ -93,6 +119,21 @@ class ProbeMap:
         if self.backbone.views:
             return f"{own} taps {list(self.layers)}"
         return f"{own} layers {list(self.layers)} {'after' if self.after_norm else 'before'} the norm"
+
+    @property
+    def identity(self) -> dict[str, str | None]:
+        """What files know decoder, task distance and output metric by: hashes of code and parameters, or versions.
+
+        Two probes whose identities are equal and whose models have the same weights are the same map.
+        """
+        return {
+            "decoder_identity": self.decoder.identity(self.backbone.model),
+            "distance_identity": self._identity_of("distance", self.distance),
+            "output_metric_identity": self._identity_of("output_metric", self.output_metric),
+        }
+
+    def _identity_of(self, argument: str, part: TaskDistance | OutputMetric | None) -> str | None:
+        return None if part is None else identity_of(part, argument=argument, model=self.backbone.model)
 
     @property
     def device(self) -> torch.device:
@@ -220,8 +261,11 @@ class ProbeMap:
 
         At the inputs, with ``after_norm``, the taps are behind the norm already.
         """
+        return self._measured(self._decoded(taps, layout))
+
+    def _decoded(self, taps: Sequence[Tensor], layout: TokenLayout) -> Tensor:
         norm = unchanged if self._layer is None and self.after_norm else self.backbone.norm
-        return self._measured(self.decoder.output(taps, layout, norm))
+        return self.decoder.output(taps, layout, norm)
 
     def _measured(self, output: Tensor) -> Tensor:
         return output if self.distance is None else self.distance(output)
@@ -231,6 +275,7 @@ class ProbeMap:
     def linearize(self, features: Tensor) -> Linearization:
         """Return the `Linearization` at these features that `JacobianOperator` multiplies with."""
         point, layout, held = self._unpack(features)
+        self._check_distance(point, layout, held)
         if self._layer is not None and self.by_hand:
             inner: Linearization = self._by_hand(self._layer, point, layout, held)
         else:
@@ -240,6 +285,15 @@ class ProbeMap:
         with self.backbone.arithmetic():
             factor = factor_at(self.output_metric, inner.output)
         return WeightedLinearization(inner, factor, self.backbone.arithmetic)
+
+    @torch.no_grad()
+    def _check_distance(self, point: Tensor, layout: TokenLayout, held: dict[int, Tensor]) -> None:
+        """Refuse a task distance that the outputs at these features do not fit."""
+        if self.distance not in LOGARITHMIC:
+            return  # nothing to check, so nothing to compute
+        with self.backbone.arithmetic():
+            taps = self._runner(self._layer, point, layout, held)(point)
+            check_distance(self.distance, self._decoded(taps, layout), self.decoder.name)
 
     def _by_hand(self, start: int, tokens: Tensor, layout: TokenLayout, held: dict[int, Tensor]) -> ProbeLinearization:
         norm = self.backbone.norm if self.decoder.normed else None
@@ -317,3 +371,7 @@ class ProbeMap:
     def load_views(self, path: ImageSource, size: int | None = None) -> Tensor:
         """Read the views of one scene, for a backbone that takes several: [1, S, 3, H, W], ``size`` wide."""
         return self.backbone.load_views(path, size)
+
+
+def _name(function: object) -> str:
+    return getattr(function, "__name__", type(function).__name__)

@@ -22,7 +22,10 @@ from pullback.runs.files import write_text
 
 PAGE_DPI = 110
 """About the width of the text column; twice the number would make the file four times as long."""
-_FILTERS = ("counted", "findings", "lower_bound", "missed", "percent", "plain", "samples", "short_name", "times")
+_FILTERS = (
+    *("counted", "findings", "lower_bound", "missed", "percent", "plain", "regime", "sample_count", "samples"),
+    *("short_name", "times"),
+)
 
 
 def write_page(out: Path, folders: Sequence[str], note: str = "", scenes: str | None = None) -> Path:

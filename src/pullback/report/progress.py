@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from pullback.report.wording import percent
+from pullback.report.wording import percent, regime
 from pullback.runs.documents import layer_name
 
 
@@ -84,7 +84,7 @@ class ProgressDisplay:
     def layer_done(self, result: dict[str, Any]) -> None:
         """A layer of a diagnosis is finished; ``result`` is its entry in diagnosis.json."""
         name, count = layer_name(result["layer"]), result["num_images"]
-        line = f"{name}: κ({result['rank_used']}) = {percent(result['kappa'])}, regime ({result['regime']})"
+        line = f"{name}: κ({result['rank_used']}) = {percent(result['kappa'])}, regime {regime(result)}"
         unit = self._unit.removesuffix("s") if count == 1 else self._unit
         self.finished(name, f"{line}, {count} {unit} in {result['seconds']:.1f} s")
 

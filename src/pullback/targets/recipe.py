@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -80,6 +81,46 @@ def targets_of(
     ``seeds``: one per sample instead of ``seed`` and its place. Random numbers are drawn on the CPU in output space, so
     they are the same for every batch size and device.
     """
+    batches = targets_in_batches(
+        probe,
+        features,
+        rank,
+        method,
+        seed=seed,
+        seeds=seeds,
+        keep_modes=keep_modes,
+        precision=precision,
+        num_probes=num_probes,
+        rtol=rtol,
+        batch_size=batch_size,
+    )
+    parts: list[Targets] = []
+    for part in batches:
+        parts.append(part)
+        if on_progress is not None:
+            on_progress(len(part))
+    return join(parts)
+
+
+def targets_in_batches(
+    probe: Probe,
+    features: Tensor,
+    rank: int = 20,
+    method: str = "auto",
+    *,
+    seed: int = 0,
+    seeds: Sequence[int] | None = None,
+    keep_modes: bool = False,
+    precision: str = "float32",
+    num_probes: int = 32,
+    rtol: float = 1e-3,
+    batch_size: int | None = None,
+    seconds: float = math.inf,
+) -> Iterator[Targets]:
+    """Compute what `targets_of` returns batch by batch, for who wants to keep what is finished.
+
+    After a batch that took more than ``seconds`` the next ones are smaller, down to one sample.
+    """
     if len(features) == 0:
         raise ImageError("features: expected at least one sample, got an empty batch.")
     if seeds is not None and len(seeds) != len(features):
@@ -99,12 +140,7 @@ def targets_of(
         check_sensitive(found.total.value, first)
         return found
 
-    parts: list[Targets] = []
-    for part in in_batches(work, features, size):
-        parts.append(part)
-        if on_progress is not None:
-            on_progress(len(part))
-    return join(parts)
+    return in_batches(work, features, size, seconds=seconds)
 
 
 def join(parts: Sequence[Targets]) -> Targets:

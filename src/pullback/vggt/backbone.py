@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -46,7 +46,7 @@ def adapt(model: VGGT, name: str) -> VGGTBackbone:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class VGGTBackbone(AnyBackbone):
     """A frozen VGGT: embed the views of scenes [B, S, 3, H, W] (or of one, [S, 3, H, W]), run any range of layers."""
 
@@ -54,7 +54,7 @@ class VGGTBackbone(AnyBackbone):
     unit: ClassVar[str] = "scenes"
     default_decoder: ClassVar[str] = "camera"
 
-    model: VGGT = field(repr=False)
+    model: VGGT
 
     @property
     def depth(self) -> int:

@@ -15,11 +15,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from pullback.decoders import Decoder
-from pullback.decoders.dense import depth_name
+from pullback.decoders.dense import averaged, depth_name
 from pullback.errors import DecoderError
 from pullback.tokens import TokenLayout
 from pullback.vggt.backbone import VGGTBackbone
@@ -70,7 +69,7 @@ def depth(backbone: VGGTBackbone, *grid: str | int) -> Decoder:
 
     def decode(taps: Sequence[Tensor], layout: TokenLayout) -> Tensor:
         full = head([per_view(tap, layout) for tap in taps], layout.grid)[0][..., 0]
-        return full if cells is None else F.adaptive_avg_pool2d(full, cells)
+        return averaged(full, cells)
 
     return Decoder(name, backbone.hook_layers, decode, normed=False)
 
