@@ -33,8 +33,16 @@ def build_decoder(choice: DecoderChoice, backbone: AnyBackbone, *, pose_derivati
     if backbone.views:
         raise _unknown(choice, backbone)
     head = choice.head if isinstance(choice, PatchGrid) else choice
+    if isinstance(head, type) or not callable(head):
+        raise DecoderError(f"decoder: expected a function or a module that was made, got {head!r}.")
     if isinstance(head, nn.Module):
         check_evaluation_mode(head, "decoder")
+    first = head[0] if isinstance(head, nn.Sequential) and len(head) else head
+    if head is choice and isinstance(first, nn.Conv2d | nn.ConvTranspose2d):
+        raise DecoderError(
+            f"decoder: a {type(first).__name__} reads a map [B, D, h, w], but a decoder gets tokens [B, N, D]. Wrap "
+            "it: decoder=pb.PatchGrid(head)."
+        )
     if isinstance(choice, PatchGrid):
         return on_patch_grid(backbone, choice)
     return Decoder(name_of(choice), (backbone.depth - 1,), lambda taps, layout: choice(taps[0]), source=choice)
