@@ -25,7 +25,7 @@ Reference = Callable[[nn.Module, Tensor], Tensor]
 WIDTH, HEADS = 24, 3
 TRAINED_GRID = (3, 3)  # the position embeddings fit this one; others are interpolated
 GRIDS = (TRAINED_GRID, (2, 2), (2, 3), (4, 1))
-DOWNSAMPLED = "depth-3x4"  # stands for the registry's depth-GxG
+DOWNSAMPLED, ONE_LOGIT = "depth-3x4", "logit-3"  # stand for the registry's depth-GxG and logit-K
 FROM_FOLDER = {"saliency"}  # decoders that come with a folder, tested in tests/decoders/test_saliency.py
 
 
@@ -162,6 +162,20 @@ def _deit() -> nn.Module:
     return tf.DeiTModel(tf.DeiTConfig(**_common(8), intermediate_size=40))
 
 
+CLASSES = 5
+
+
+def _classifier(kind: type, base: nn.Module) -> nn.Module:
+    """An image classifier on top of the same kind of ViT."""
+    config = type(base.config)(**base.config.to_dict() | {"num_labels": CLASSES})
+    return kind(config)
+
+
+def _two_towers(kind: type, config: type, base: nn.Module) -> nn.Module:
+    """An image classifier whose configuration is that of a model with a text tower."""
+    return kind(config(vision_config=base.config.to_dict(), num_labels=CLASSES))
+
+
 def _depth_anything(out_indices: list[int], kind: str = "relative", apply_layernorm: bool = True) -> nn.Module:
     backbone = tf.Dinov2Config(
         **(_common(14) | {"num_hidden_layers": 5}),
@@ -229,6 +243,24 @@ def _patch_mean(tokens: Reference, prefix: int) -> Reference:
     return lambda model, images: tokens(model, images)[:, prefix:].mean(1)
 
 
+def _logits(model: nn.Module, images: Tensor) -> Tensor:
+    return model(images).logits
+
+
+def _logits_any_size(model: nn.Module, images: Tensor) -> Tensor:
+    return model(images, interpolate_pos_encoding=True).logits
+
+
+def _classified(inner: str, references: dict[str, Reference], logits: Reference) -> dict[str, Reference]:
+    """What an image classifier gives: that of the ViT inside it, and logits."""
+
+    def inside(reference: Reference) -> Reference:
+        return lambda model, images: reference(getattr(model, inner), images)
+
+    own = {"logits": logits, ONE_LOGIT: lambda model, images: logits(model, images)[:, 3:4]}
+    return {name: inside(reference) for name, reference in references.items()} | own
+
+
 DINO = {"cls": _pooled, "mean": _patch_mean(_tokens, 1)}
 DINO_WITH_REGISTERS = {"cls": _pooled, "mean": _patch_mean(_tokens, 3)}
 CLIP = {
@@ -243,6 +275,11 @@ VIT = {
     "mean": _patch_mean(_tokens_any_size, 1),
 }
 DEIT = VIT | {"mean": _patch_mean(_tokens_any_size, 2)}
+CLASS_TOKEN_CLASSIFIER = {name: VIT[name] for name in ("cls", "mean")}
+CLIP_CLASSIFIER = {
+    "cls": _pooled_any_size,
+    "mean": _patch_mean(lambda model, images: model.post_layernorm(_tokens_any_size(model, images)), 1),
+}
 DEPTH = {
     "depth": _depth,
     DOWNSAMPLED: lambda model, images: F.adaptive_avg_pool2d(_depth(model, images), (3, 4)),
@@ -270,6 +307,48 @@ SMALL_MODELS: dict[str, SmallModel] = {
     "siglip": SmallModel("siglip", _siglip, SIGLIP, 8),
     "vit": SmallModel("vit", _vit, VIT, 8),
     "deit": SmallModel("deit", _deit, DEIT, 8),
+    "dinov2-classifier": SmallModel(
+        "dinov2",
+        lambda: _classifier(tf.Dinov2ForImageClassification, _dinov2()),
+        _classified("dinov2", DINO, _logits),
+        14,
+    ),
+    "dinov2-registers-classifier": SmallModel(
+        "dinov2-registers",
+        lambda: _classifier(tf.Dinov2WithRegistersForImageClassification, _registers()),
+        _classified("dinov2_with_registers", DINO_WITH_REGISTERS, _logits),
+        14,
+    ),
+    "vit-classifier": SmallModel(
+        "vit",
+        lambda: _classifier(tf.ViTForImageClassification, _vit()),
+        _classified("vit", CLASS_TOKEN_CLASSIFIER, _logits_any_size),
+        8,
+    ),
+    "deit-classifier": SmallModel(
+        "deit",
+        lambda: _classifier(tf.DeiTForImageClassification, _deit()),
+        _classified("deit", CLASS_TOKEN_CLASSIFIER | {"mean": DEIT["mean"]}, _logits_any_size),
+        8,
+    ),
+    "deit-two-classifiers": SmallModel(
+        "deit",
+        lambda: _classifier(tf.DeiTForImageClassificationWithTeacher, _deit()),
+        _classified("deit", CLASS_TOKEN_CLASSIFIER | {"mean": DEIT["mean"]}, _logits_any_size),
+        8,
+    ),
+    "clip-classifier": SmallModel(
+        "clip",
+        lambda: _two_towers(tf.CLIPForImageClassification, tf.CLIPConfig, _clip("gelu")),
+        _classified("vision_model", CLIP_CLASSIFIER, _logits_any_size),
+        8,
+    ),
+    "siglip-classifier": SmallModel(
+        "siglip",
+        lambda: _two_towers(tf.SiglipForImageClassification, tf.SiglipConfig, _siglip()),
+        _classified("vision_model", SIGLIP, _logits_any_size),
+        8,
+    ),
     "depth-v1": SmallModel("depth-anything", partial(_depth_anything, V1_STYLE), DEPTH, 14, 5),
     "depth-v2": SmallModel("depth-anything", partial(_depth_anything, V2_STYLE), DEPTH, 14, 5),
     "depth-v2-metric": SmallModel("depth-anything", partial(_depth_anything, V2_STYLE, "metric"), DEPTH, 14, 5),

@@ -1,6 +1,6 @@
 """Frozen networks behind one contract: ViT families as blocks that can be run, linearised and pruned."""
 
-from pullback.backbones.backbone import AnyBackbone, Backbone, Preprocessing, State
+from pullback.backbones.backbone import AnyBackbone, Backbone, Classifier, Preprocessing, State
 from pullback.backbones.block import Block, Norm, Rope, TokenMap, unchanged
 from pullback.backbones.linearized import LinearizedBlock, LinearizedNorm
 from pullback.backbones.loading import (
@@ -10,6 +10,7 @@ from pullback.backbones.loading import (
     load_backbone,
     resolve_device,
 )
+from pullback.backbones.outputs import Remaining
 from pullback.backbones.samples import Group, Samples, image_samples, thumbnails
 from pullback.registry import list_models
 
@@ -17,11 +18,13 @@ __all__ = [
     "AnyBackbone",
     "Backbone",
     "Block",
+    "Classifier",
     "Group",
     "LinearizedBlock",
     "LinearizedNorm",
     "Norm",
     "Preprocessing",
+    "Remaining",
     "Rope",
     "Samples",
     "State",

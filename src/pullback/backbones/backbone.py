@@ -49,6 +49,26 @@ class State(NamedTuple):
         return self.tokens if self.beside is None else torch.cat([self.beside, self.tokens], -1)
 
 
+@dataclass(frozen=True)
+class Classifier:
+    """How an image classifier reads the tokens that leave the last block.
+
+    ``logits``: (tokens [B, n, D], layout) -> [B, classes], of the tokens after the final norm if ``normed``.
+    ``classes``: None where the head does not say. ``rows``: it reads the first so many tokens alone; None: it averages
+    the patches, so all of them must be there.
+    """
+
+    logits: Callable[[Tensor, TokenLayout], Tensor]
+    classes: int | None
+    normed: bool = True
+    rows: int | None = None
+
+    def read(self, tokens: Tensor, layout: TokenLayout, norm: TokenMap) -> Tensor:
+        """Return the logits of tokens [B, N, D] before the final ``norm``."""
+        seen = tokens[:, : self.rows]
+        return self.logits(norm(seen) if self.normed else seen, layout)
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
 class AnyBackbone(ABC):
     """A frozen network of ``depth`` layers, as probes see it.
@@ -208,17 +228,23 @@ class Backbone(AnyBackbone):
     """A frozen ViT: embed the images, run any range of blocks on any tokens, apply the final norm.
 
     ``model`` is the transformers module (or our own) whose parameters the blocks refer to. ``hooks_normed``: its dense
-    decoder reads the hook layers after the final norm.
+    decoder reads the hook layers after the final norm. ``classifier``: of an image classifier, how it makes logits.
     """
 
     norm: Norm
     embed_pixels: Callable[[Tensor], Tensor]
     rope_tables: Callable[[TokenLayout], Rope] | None = None
     hooks_normed: bool = True
+    classifier: Classifier | None = None
 
     @property
     def depth(self) -> int:
         return len(self.blocks)
+
+    @property
+    def reads_patches(self) -> bool:
+        """Whether the model's own output is made of all patch tokens: a depth map, or the logits of their mean."""
+        return bool(self.hook_layers) or (self.classifier is not None and self.classifier.rows is None)
 
     @property
     def dim(self) -> int:

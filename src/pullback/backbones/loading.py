@@ -19,7 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pullback.backbones.backbone import AnyBackbone, Backbone, Preprocessing
+from pullback.backbones.backbone import AnyBackbone, Backbone, Classifier, Preprocessing
+from pullback.backbones.block import Affine
+from pullback.backbones.outputs import CLASSIFIERS, classifier
 from pullback.checks import shown
 from pullback.errors import ModelError
 from pullback.models import EMBEDDED
@@ -151,6 +153,7 @@ def _load(
     where, reader = _place(name), reader_of(config)
     module = _read_with_transformers(where, entry) if reader is None else reader(where, config)
     module = module.to(device=target, dtype=dtype).eval().requires_grad_(False)
+    vars(module)["name_or_path"] = where  # as transformers has it: what lies beside the weights is found again
     backbone = adapt(module, name if name in EMBEDDED else where)
     return replace(backbone, preprocessing=published_preprocessing(where, backbone.preprocessing))
 
@@ -310,8 +313,23 @@ def _filled(model: nn.Module, state: dict[str, Tensor], name: str, kind: str) ->
     return model
 
 
-def _tensors(name: str) -> dict[str, Tensor]:
-    from safetensors.torch import load_file
+def stored_classifier(backbone: Backbone) -> Classifier | None:
+    """Return the classifier in the folder or hub repository that the model's weights are from; None: it has none."""
+    source = str(getattr(backbone.model, "name_or_path", ""))
+    if not source or (Path(source).is_absolute() and not Path(source).is_dir()):
+        return None
+    keys = {f"{name}.{part}" for names in CLASSIFIERS for name in names for part in ("weight", "bias")}
+    state = {key: value.to(backbone.norm.weight) for key, value in _tensors(source, keys).items()}
+    for names in CLASSIFIERS:
+        if all(f"{name}.weight" in state for name in names):
+            heads = [Affine(state[f"{name}.weight"], state.get(f"{name}.bias")) for name in names]
+            return classifier(backbone.family, *heads)
+    return None
+
+
+def _tensors(name: str, wanted: set[str] | None = None) -> dict[str, Tensor]:
+    """Return the tensors of a checkpoint, or those of the ``wanted`` names that it has."""
+    from safetensors import safe_open
 
     index = known_file(name, "model.safetensors.index.json")
     shards = ["model.safetensors"]
@@ -323,7 +341,9 @@ def _tensors(name: str) -> dict[str, Tensor]:
         if path is None:
             raise ModelError(f"model: {name!r} has no {shard}. Expected weights in safetensors files.")
         try:
-            tensors.update(load_file(path))
+            with safe_open(path, "pt") as file:
+                keys = file.keys() if wanted is None else wanted.intersection(file.keys())
+                tensors.update({key: file.get_tensor(key) for key in keys})
         except Exception as error:
             raise ModelError(f"model: the weights of {name!r} could not be loaded: {first_line(error)}.") from None
     return tensors

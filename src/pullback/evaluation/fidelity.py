@@ -25,7 +25,7 @@ LOG_FLOOR = 1e-3
 """Depth heads end in a ReLU, so log needs a floor: this share of the median of the unchanged prediction."""
 SECOND_WEIGHT = 0.85
 """The lambda of SILog that is reported beside 1."""
-_EMBEDDINGS = ("image_embeds", "pooler_output")  # of the outputs of models, before their depth maps
+_EMBEDDINGS = ("image_embeds", "pooler_output", "logits")  # of the outputs of models, before their depth maps
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,8 @@ def measure_of(output: Any, *, depth: bool = False) -> Measure:
 def _readable(output: Any, depth: bool) -> tuple[Measure, Tensor]:
     """Return the measure for an output, and the tensor that it is taken of."""
     if isinstance(output, Tensor):
-        return "silog" if depth else "cosine" if output.ndim == 2 else "relative_l2", output
+        vectors = output.ndim == 2 and output.shape[1] > 1  # a single number, such as one logit, has no direction
+        return "silog" if depth else "cosine" if vectors else "relative_l2", output
     for name in _EMBEDDINGS:
         if isinstance(getattr(output, name, None), Tensor):
             return "cosine", getattr(output, name)

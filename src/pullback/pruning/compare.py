@@ -21,7 +21,7 @@ from torch import Tensor
 
 from pullback import __version__
 from pullback.backbones import load_backbone
-from pullback.backbones.families import FIXED_SIZE
+from pullback.backbones.outputs import FIXED_SIZE
 from pullback.data.images import PixelFormat, SkippedImage, find_images, stream_images
 from pullback.decoders import build_decoder
 from pullback.errors import ImageError, PullbackError

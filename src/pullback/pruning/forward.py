@@ -57,10 +57,12 @@ class StageRecord:
 @dataclass(frozen=True, eq=False)
 class PrunedRun:
     """``taps``: F^l, before the final norm, of the layers that were asked for. Whole sequences [B, N, D] where the plan
-    re-inserts (and before its first stage), otherwise the tokens that are left [B, K, D]."""
+    re-inserts (and before its first stage), otherwise the tokens that are left [B, K, D]. ``log_sizes`` [B, K]: what
+    attention adds for the tokens that are left in the end and stand for several, None: nothing."""
 
     taps: tuple[Tensor, ...]
     records: tuple[StageRecord, ...]
+    log_sizes: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,7 +135,8 @@ def forward(
                 leftovers.append(leftover(plan.reinsert, matching, x.values, after.values))
             x = after
             rope = backbone.rope_of(x.values, layout, x.positions)
-    return PrunedRun(tuple(taps[layer] for layer in layers), tuple(records))
+    sizes = x.log_sizes if plan.reinsert == "none" else None
+    return PrunedRun(tuple(taps[layer] for layer in layers), tuple(records), sizes)
 
 
 def decide(

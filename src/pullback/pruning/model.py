@@ -15,6 +15,7 @@ import logging
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from pullback import registry
-from pullback.backbones import load_backbone
-from pullback.backbones.families import ASSEMBLE, FIXED_SIZE, assembler, check_output_class
+from pullback.backbones import Backbone, Remaining, load_backbone
 from pullback.backbones.loading import first_line, locate, read_config, reader_of
+from pullback.backbones.outputs import FIXED_SIZE, assembler, check_output_class, no_assembler
 from pullback.errors import ModelError, PullbackError, ShapeError
 from pullback.pruning.forward import PrunedRun, forward, prepared
 from pullback.pruning.plan import PrunePlan
@@ -35,6 +36,11 @@ from pullback.runs.files import read_json, write_json, write_network
 DOCUMENT, HEADS, MODEL = "pruned.json", "heads", "model"
 MODES = "modes"  # where older folders have the networks of d_task, by stage
 EXTRAS = ("output_hidden_states", "output_attentions")
+_TAKEN_APART = ("backbone", "_assemble", "_places")
+_SHORTENED = (
+    "last_hidden_state of this pruned model has fewer tokens than the model's: its pooled output and class token are "
+    "safe to read, patch tokens are not"
+)
 logger = logging.getLogger(__name__)
 
 
@@ -57,19 +63,32 @@ def prune(
 ) -> PrunedModel:
     """Return a frozen model that removes the tokens that its task hardly uses.
 
-    ``model``: a transformers DINOv2, CLIP vision, ViT or Depth Anything model, or one of ours, in evaluation mode.
+    ``model``: a transformers DINOv2, CLIP or SigLIP vision, ViT or Depth Anything model, an image classifier made of
+    one, one of ours, or one of a registered family, in evaluation mode.
     ``score``: an importance head, a name (random, tome, strided, evit, norm, cls-similarity, or a registered one) or a
     function of the tokens [B, N, D] and the context; one for all stages, or one for each. ``ratio``: share of the patch
     tokens that is removed in the end, split equally over the stages, or a share for each. ``stages``: removal after
-    these blocks. ``dense``: all patch tokens come back in the output, for decoders that read them (default: where
-    the model has such a decoder). ``modes``: preset "paper" on class tokens matches by d_task, with the metric of a
-    Spectral Pullback Network: the score itself, or this one; or with exact modes, a function.
+    these blocks.
+    ``dense``: all patch tokens come back to their places in the output (default: where the model's own decoder or
+    classifier reads them); without it last_hidden_state holds the tokens that are left, and only its class token and
+    the pooled output are safe to read. ``modes``: preset "paper" on class tokens matches by d_task, with the
+    metric of a Spectral Pullback Network: the score itself, or this one; or with exact modes, a function.
     """
     scores: list[Any] = list(score) if isinstance(score, (list, tuple, nn.ModuleList)) else [score]
     pruned = PrunedModel(model, plan_for(model, preset, ratio, stages, dense=dense), scores, modes)
     for note in pruned.plan.notes(pruned.backbone.depth):
         logger.warning(note)
+    if pruned.shortened:
+        _say_once(
+            f"{_SHORTENED}. To read patch tokens, for means, maps and heads of your own, prune with dense=True, which "
+            "brings all of them back to their places. This is said once."
+        )
     return pruned
+
+
+@cache
+def _say_once(note: str) -> None:
+    logger.warning(note)
 
 
 def plan_for(
@@ -78,12 +97,18 @@ def plan_for(
     """Return the named plan for this model; ``dense`` as in `prune`."""
     _check_model(model)
     backbone = load_backbone(model)
-    assembler(backbone)  # refuses families whose output cannot be put together again
+    if assembler(backbone) is None:
+        raise no_assembler(backbone)
     if dense is None:
-        dense = bool(backbone.hook_layers)
-    if not dense and backbone.hook_layers:
-        raise PullbackError(f"dense: the decoder of {backbone.name} reads all patch tokens, so they must come back.")
+        dense = backbone.reads_patches
+    if not dense and backbone.reads_patches:
+        raise PullbackError(f"dense: {_reader(backbone)} reads all patch tokens, so they must come back. Leave it out.")
     return named_plan(preset, ratio, stages, dense=dense, depth=backbone.depth)
+
+
+def _reader(backbone: Backbone) -> str:
+    """Name the part of a model that reads all patch tokens."""
+    return f"the {'decoder' if backbone.hook_layers else 'classifier'} of {backbone.name}"
 
 
 def _check_model(model: Any) -> None:
@@ -147,8 +172,21 @@ class PrunedModel(Pruned):
     @property
     def has_output(self) -> bool:
         """Whether the model's own output can be made of what this plan leaves; `run` works without it, too."""
-        back = self.plan.reinsert != "none" or not self.backbone.hook_layers
-        return back and self.backbone.family in ASSEMBLE
+        back = self.plan.reinsert != "none" or not self.backbone.reads_patches
+        return back and self._assemble is not None
+
+    @property
+    def shortened(self) -> bool:
+        """Whether the output holds tokens, and fewer of them than the model's own."""
+        left = self.plan.ratio > 0 and self.plan.reinsert == "none"
+        return left and self.has_output and self.backbone.classifier is None
+
+    def __repr__(self) -> str:
+        shares = ", ".join(
+            f"{share:.3g} after block {stage}" for stage, share in zip(self.plan.stages, self.plan.shares, strict=True)
+        )
+        note = _SHORTENED if self.shortened else "its output has the shape of the model's"
+        return f"PrunedModel({type(self.model).__name__}, share of the patch tokens removed: {shares}; {note})"
 
     def train(self, mode: bool = True) -> PrunedModel:
         """Stay in evaluation mode, also inside a network that is trained: the model is frozen, and not ours alone."""
@@ -171,16 +209,18 @@ class PrunedModel(Pruned):
 
     def with_record(self, pixel_values: Tensor) -> tuple[Any, PrunedRun]:
         """Return the model's output by the pruned route, and what each stage did."""
-        assemble = assembler(self.backbone)
+        if self._assemble is None:
+            raise no_assembler(self.backbone)
         if not self.has_output:
             raise PullbackError(
-                f"plan: the decoder of {self.backbone.name} reads all patch tokens, so they must come back; got a plan "
-                'with reinsert="none". Of such a plan run(images, layers) gives the tokens that are left.'
+                f"plan: {_reader(self.backbone)} reads all patch tokens, so they must come back; got a plan with "
+                'reinsert="none". Of such a plan run(images, layers) gives the tokens that are left.'
             )
-        layers = tuple(sorted({*self.backbone.hook_layers, self.backbone.depth - 1}))
-        run = self.run(pixel_values, layers)
+        hooks = self.backbone.hook_layers
+        run = self.run(pixel_values, (*hooks, self.backbone.depth - 1))
         layout = self.backbone.token_layout(self._whole_patches(pixel_values))
-        return assemble(self.backbone, dict(zip(layers, run.taps, strict=True)), layout), run
+        left = Remaining(run.taps[-1], layout, run.log_sizes, run.taps[: len(hooks)])
+        return self._assemble(self.backbone, left), run
 
     def run(self, pixel_values: Tensor, layers: Sequence[int]) -> PrunedRun:
         """Return the tokens at some layers, and what each stage did."""
@@ -267,7 +307,7 @@ class PrunedModel(Pruned):
         """Raise an error where the model would: for another size than the trained one, unless it is asked for."""
         if interpolate or self.backbone.family not in FIXED_SIZE:
             return
-        size = self.config.image_size
+        size = getattr(self.config, "vision_config", self.config).image_size
         expected = (size, size) if isinstance(size, int) else tuple(size)
         if tuple(images.shape[-2:]) != expected:
             raise ShapeError(
@@ -280,6 +320,7 @@ class PrunedModel(Pruned):
         """Refer to the parameters that the model has now; they, and the layers that hold them, are kept to notice
         others later."""
         self.backbone = load_backbone(self.model)
+        self._assemble = assembler(self.backbone)
         self._places = [
             (place, name, value)
             for module in self.model.modules()
@@ -299,7 +340,7 @@ class PrunedModel(Pruned):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what refers to parameters: a copy takes its own model apart, and follows that one's changes."""
-        return {name: value for name, value in self.__dict__.items() if name not in ("backbone", "_places")}
+        return {name: value for name, value in self.__dict__.items() if name not in _TAKEN_APART}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
