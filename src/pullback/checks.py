@@ -63,5 +63,7 @@ def shown(value: Any) -> str:
     shape = getattr(value, "shape", None)
     if isinstance(shape, tuple):
         return f"{type(value).__name__} of shape {list(shape)}"
-    text = repr(value)
-    return text if len(text) <= 80 else f"{type(value).__name__} {text[:60]}…"
+    text, kind = repr(value), type(value).__name__
+    if len(text) <= 80 and "\n" not in text:
+        return text
+    return f"{kind} {text[:60].splitlines()[0]}…" if isinstance(value, str | list | tuple | dict) else f"a {kind}"

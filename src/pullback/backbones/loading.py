@@ -103,7 +103,7 @@ def check_evaluation_mode(module: nn.Module, argument: str) -> None:
 
 
 def _check_kind(model: object) -> None:
-    if not isinstance(model, str | os.PathLike | nn.Module):
+    if not isinstance(model, str | os.PathLike | nn.Module) or model == "":
         raise ModelError(
             f"model: expected a hub id, a folder, an embedded name ({', '.join(EMBEDDED)}) or a module, got "
             f"{shown(model)}. Of a probe it is probe.backbone.model."

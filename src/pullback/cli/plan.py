@@ -62,6 +62,7 @@ def plan(
             network,
             scores,
             pictures,
+            normalized=True,
             flops=flops,
             milliseconds=milliseconds,
             degradation=degradation,

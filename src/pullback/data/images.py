@@ -356,14 +356,9 @@ def reason_of(error: Exception) -> str:
 def centre_crop(file: Path | BinaryIO | Image.Image, wanted: PixelFormat) -> Image.Image:
     """Open an image, turn it upright, convert it to RGB, resize and crop; its size is checked before decoding."""
     with upright(file) as image:
-        return crop_picture(image, wanted)
-
-
-def crop_picture(image: Image.Image, wanted: PixelFormat) -> Image.Image:
-    """Convert a picture to RGB, resize it to just cover the wanted size, and crop its centre."""
-    scaled = _scaled_size(image.width, image.height, wanted.size)
-    _check_pixels(*scaled, "would have, once resized,")
-    rgb = to_rgb(image)
+        scaled = _scaled_size(image.width, image.height, wanted.size)
+        _check_pixels(*scaled, "would have, once resized,")
+        rgb = to_rgb(image)
     if rgb.size != scaled:
         rgb = rgb.resize(scaled, wanted.resample)
     height, width = wanted.size

@@ -86,7 +86,7 @@ class Decoder:
 
     def _failure(self, seen: Sequence[Tensor], error: Exception) -> str:
         shapes = ", ".join(str(list(tap.shape)) for tap in seen)
-        reason = (str(error).strip().splitlines() or [""])[0][:300]
+        reason = (str(error).strip().splitlines() or [""])[0][:300].rstrip(".")
         return (
             f"decoder: {self.name!r} failed on tokens {shapes} in {seen[0].dtype}: {type(error).__name__}: {reason}. "
             "A decoder gets the tokens [B, N, D] in the dtype of the model; a head that reads a map [B, D, h, w], such "

@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pullback.checks import shown
 from pullback.errors import DecoderError
 from pullback.registry import OWN_VERSION
 
@@ -94,7 +93,7 @@ that it does not fit (`CameraMetric`); a probe calls it when it is made."""
 def check_metric(metric: OutputMetric | None, decoder: str, *, distance: bool) -> None:
     """Let a metric refuse the decoder, or a task distance behind it."""
     if metric is not None and not isinstance(metric, Tensor) and not callable(metric):
-        raise DecoderError(f"output_metric: expected a factor L as a tensor, or a function, got {shown(metric)}.")
+        raise DecoderError(f"output_metric: expected a factor L as a tensor, got {type(metric).__name__}.")
     check = getattr(metric, "check", None)
     if check is not None:
         check(decoder, distance=distance)
