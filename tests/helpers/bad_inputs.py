@@ -1,4 +1,4 @@
-"""What the table of wrong arguments (tests/test_bad_inputs.py) passes to functions: everything is small, and made once."""
+"""What the table of wrong arguments (tests/test_bad_inputs.py) passes on: everything is small, and made once."""
 
 from __future__ import annotations
 
