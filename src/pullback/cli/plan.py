@@ -70,6 +70,7 @@ def plan(
             network,
             scores,
             pictures,
+            normalized=True,
             flops=flops,
             milliseconds=milliseconds,
             degradation=degradation,

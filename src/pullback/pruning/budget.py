@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pullback.backbones import load_backbone
 from pullback.errors import PullbackError, ShapeError
 from pullback.evaluation.cost import flops as count_flops
 from pullback.evaluation.cost import race
@@ -100,9 +101,11 @@ def plan_pruning(
     stages: int = 2,
     preset: str = "best",
     rounds: int = 20,
+    normalized: bool = False,
 ) -> Forecast:
-    """Find the plan for one of three budgets, on calibration images [n, 3, H, W] as the model takes them.
+    """Find the plan for one of three budgets, on calibration images [n, 3, H, W].
 
+    ``images``: normalised floats, or uint8, which are normalised; ``normalized`` as in `ProbeMap.features`.
     ``heads``: the score to use after each block, {3: head, 6: head}. ``flops``: at most this share of the model's
     operations. ``milliseconds``: at most so many for one batch, as the model runs here. ``degradation``: at most so
     much in the mean over the images, as cheap as possible in operations. ``degrade``: (pruned output, full output) ->
@@ -112,6 +115,7 @@ def plan_pruning(
     """
     name, limit = check_budget(flops=flops, milliseconds=milliseconds, degradation=degradation)
     _check_inputs(heads, images, batch)
+    images = load_backbone(model).batch(images, normalized=normalized)
     calibration = Calibration(model, images, batch, degrade, rounds)
     choices = stage_choices(heads, stages)
 
