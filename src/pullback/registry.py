@@ -190,6 +190,15 @@ BACKBONES: dict[str, BackboneEntry] = {
             assemble=f"{_OUTPUTS}:siglip",
         ),
         BackboneEntry(
+            "siglip2",
+            ("siglip2", "siglip2_vision_model"),
+            f"{_FAMILIES}:siglip2",
+            ("pool", "mean", "logits", "logit-K"),
+            "google/siglip2-base-patch16-naflex",
+            loader="Siglip2VisionModel",
+            assemble=f"{_OUTPUTS}:siglip",
+        ),
+        BackboneEntry(
             "vit",
             ("vit",),
             f"{_FAMILIES}:vit",
@@ -206,6 +215,15 @@ BACKBONES: dict[str, BackboneEntry] = {
             "facebook/deit-base-distilled-patch16-224",
             may_lack=("pooler", "mask_token"),
             assemble=f"{_OUTPUTS}:vit",
+        ),
+        BackboneEntry(
+            "timm-vit",
+            ("timm_vit",),
+            "pullback.backbones.timm_vit:adapt",
+            ("cls", "mean", "logits", "logit-K"),
+            "a module of timm, or with its names",
+            assemble="pullback.backbones.timm_vit:assemble",
+            recognise="pullback.backbones.timm_vit:recognise",
         ),
         BackboneEntry(
             "depth-anything",

@@ -116,18 +116,24 @@ def _identified(model: Model) -> tuple[BackboneEntry, dict[str, Any]]:
     _check_kind(model)
     if isinstance(model, nn.Module):
         model_type = getattr(getattr(model, "config", None), "model_type", None)
-        if model_type is None:
-            raise ModelError(
-                f"model: expected a transformers vision model, got {type(model).__name__}, which has no config with a "
-                "model type. Give a network of your own the attribute config.model_type and add its family by "
-                "pullback.register_backbone."
-            )
-        return family_of(model_type), {}
+        return (_recognised(model) if model_type is None else family_of(model_type)), {}
     claimed = _claimed(os.fspath(model))
     if claimed is not None:
         return claimed, {}
     config = read_config(_place(os.fspath(model)), ", ".join(EMBEDDED))
     return family_of(config["model_type"]), config
+
+
+def _recognised(model: nn.Module) -> BackboneEntry:
+    """Return the family that knows a module without a model type by its parts."""
+    for entry in backbones():
+        if entry.recognise is not None and resolve(entry.recognise)(getattr(model, "_orig_mod", model)):
+            return entry
+    raise ModelError(
+        f"model: expected a transformers vision model, got {type(model).__name__}, which has no config with a model "
+        "type, nor the parts of a ViT of timm. Give a network of your own the attribute config.model_type and add its "
+        "family by pullback.register_backbone (docs/guide/own-vit.md)."
+    )
 
 
 def _load(
@@ -154,7 +160,6 @@ def _load(
     where, reader = _place(name), reader_of(config)
     module = _read_with_transformers(where, entry) if reader is None else reader(where, config)
     module = module.to(device=target, dtype=dtype).eval().requires_grad_(False)
-    vars(module)["name_or_path"] = where  # as transformers has it: what lies beside the weights is found again
     backbone = adapt(module, name if name in EMBEDDED else where)
     return replace(backbone, preprocessing=published_preprocessing(where, backbone.preprocessing))
 
@@ -320,6 +325,7 @@ def _filled(model: nn.Module, state: dict[str, Tensor], name: str, kind: str) ->
             f"shape there, such as {sorted(wrong)[0]}. Is it a complete checkpoint of this family?"
         )
     model.load_state_dict({key: state[key] for key in expected if key in state}, strict=False, assign=True)
+    vars(model)["name_or_path"] = name  # as models of transformers have it: what lies beside the weights is found again
     return model
 
 
