@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from pullback.checks import of_kind
 from pullback.errors import PullbackError
 
 Code = str | Callable[..., Any]
@@ -329,12 +330,14 @@ PRESETS: dict[str, PresetEntry] = {
 
 def register_backbone(entry: BackboneEntry) -> BackboneEntry:
     """Add a family of models, or replace the one of the same name."""
+    of_kind("entry", entry, BackboneEntry, "a pullback.BackboneEntry")
     BACKBONES[entry.name] = entry
     return entry
 
 
 def register_decoder(entry: DecoderEntry) -> DecoderEntry:
     """Add a decoder, or replace the one of the same name and family."""
+    of_kind("entry", entry, DecoderEntry, "a pullback.DecoderEntry")
     same = [known for known in DECODERS if (known.name, known.family) == (entry.name, entry.family)]
     for known in same:
         DECODERS.remove(known)
@@ -344,6 +347,7 @@ def register_decoder(entry: DecoderEntry) -> DecoderEntry:
 
 def register_score(entry: ScoreEntry) -> ScoreEntry:
     """Add a score per token, or replace the one of the same name."""
+    of_kind("entry", entry, ScoreEntry, "a pullback.ScoreEntry")
     SCORES[entry.name] = entry
     return entry
 

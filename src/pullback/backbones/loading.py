@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from pullback.backbones.backbone import AnyBackbone, Backbone, Classifier, Preprocessing
 from pullback.backbones.block import Affine
 from pullback.backbones.outputs import CLASSIFIERS, classifier
+from pullback.checks import shown
 from pullback.errors import DamagedModelError, ModelError, counted
 from pullback.models import EMBEDDED
 from pullback.models.dinov2 import Dinov2, Dinov2Config
@@ -43,6 +44,7 @@ def load_any_backbone(
 
 def load_backbone(model: Model, *, device: str | torch.device = "auto", dtype: torch.dtype = torch.float32) -> Backbone:
     """A frozen ViT as `load_any_backbone` loads it. Models of several views, and other networks, are refused."""
+    _check_kind(model)
     if not isinstance(model, nn.Module) and Path(model).is_file():
         raise ModelError(f"model: expected a folder or a hub id, got the file {os.fspath(model)}.")
     entry, config = _identified(model)
@@ -83,7 +85,7 @@ def resolve_device(device: str | torch.device) -> torch.device:
     try:
         resolved = torch.device(device)
         torch.empty(0, device=resolved)
-    except (RuntimeError, AssertionError) as error:
+    except (RuntimeError, AssertionError, TypeError) as error:
         raise ModelError(
             f"device: {device!r} cannot be used here ({first_line(error)}). Try 'auto' or 'cpu'."
         ) from None
@@ -101,8 +103,17 @@ def check_evaluation_mode(module: nn.Module, argument: str) -> None:
         )
 
 
+def _check_kind(model: object) -> None:
+    if not isinstance(model, str | os.PathLike | nn.Module) or model == "":
+        raise ModelError(
+            f"model: expected a hub id, a folder, an embedded name ({', '.join(EMBEDDED)}) or a module, got "
+            f"{shown(model)}. Of a probe it is probe.backbone.model."
+        )
+
+
 def _identified(model: Model) -> tuple[BackboneEntry, dict[str, Any]]:
     """The family of a model, and config.json where that had to be read for it."""
+    _check_kind(model)
     if isinstance(model, nn.Module):
         model_type = getattr(getattr(model, "config", None), "model_type", None)
         return (_recognised(model) if model_type is None else family_of(model_type)), {}
@@ -140,6 +151,8 @@ def _load(
     if isinstance(model, nn.Module):
         check_evaluation_mode(model, "model")
         return adapt(model, type(model).__name__)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ModelError(f"dtype: expected a floating-point one such as torch.float32, got {dtype!r}.")
     name, target = os.fspath(model), resolve_device(device)
     if entry.load is not None:
         module = resolve(entry.load)(name, target, dtype)

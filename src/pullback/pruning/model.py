@@ -429,18 +429,19 @@ def _read_network(entry: dict[str, str], folder: Path) -> nn.Module:
 
 def _write_model(model: Any, folder: Path) -> bool:
     """Write the model, and return whether that was possible."""
-    if not hasattr(model, "save_pretrained") and not type(model).__module__.startswith("pullback."):
+    own = type(model).__module__.startswith("pullback.")
+    if not own and not hasattr(model, "save_pretrained"):
         logger.warning(
             f"{type(model).__name__} has no save_pretrained, so the folder holds the plan and the heads alone. Save "
             "the model yourself, and pass it: PrunedModel.from_pretrained(folder, model=model)."
         )
-        shutil.rmtree(folder, ignore_errors=True)  # of another model that was saved here
+        shutil.rmtree(folder, ignore_errors=True)  # a model that was saved here before would be loaded instead
         return False
     with replaced_folder(folder) as temporary:
-        if hasattr(model, "save_pretrained"):
-            model.save_pretrained(temporary)
-        else:
+        if own:
             write_network(temporary, model, asdict(model.config))
+        else:
+            model.save_pretrained(temporary)
     return True
 
 
