@@ -31,7 +31,7 @@ from pullback.randnla import Estimate
 from pullback.runs import documents as files
 from pullback.runs.files import make_folder, write_arrays, write_json
 from pullback.runs.progress import Progress, Silent
-from pullback.runs.provenance import provenance
+from pullback.runs.provenance import provenance, weights_hash
 
 _SEEDS = 3
 """`diagnose` draws from this many seeds in a row; groups must not share them, or their errors would be correlated."""
@@ -88,7 +88,7 @@ def run_diagnosis(
         samples = image_samples(batch, backbone.pixel_format(), backbone.token_layout(batch.pixels))
     progress.work("", len(probes) * len(samples), backbone.unit)
     document: dict[str, Any] = {
-        **_settings(request, backbone, samples),
+        **_settings(request, probes[0], samples),
         "complete": False,
         "failure": None,
         "layers": [],
@@ -176,13 +176,16 @@ def _named(group: Group) -> Iterator[None]:
         raise type(error)(f"{error} This is about {group.about}.") from None
 
 
-def _settings(request: DiagnosisRequest, backbone: AnyBackbone, samples: Samples) -> Mapping[str, Any]:
-    """Return what `diagnosis.json` says besides its layers."""
+def _settings(request: DiagnosisRequest, probe: ProbeMap, samples: Samples) -> Mapping[str, Any]:
+    """Return what `diagnosis.json` says besides its layers; ``probe`` is one of them."""
+    backbone = probe.backbone
     return {
         "model": request.model,
         "family": backbone.family,
+        "weights": weights_hash(backbone.model),
         "decoder": request.decoder,
         "distance": request.distance,
+        **probe.identity,
         "images": request.images,
         **samples.record,
         "limit": request.limit,

@@ -310,7 +310,9 @@ class _Run(Training[Pretrained, FitConfig]):
         return torch.load(self.checkpoint, map_location="cpu", weights_only=True) if self.checkpoint.exists() else None
 
     def _resume(self, state: Mapping[str, Any]) -> None:
-        check_settings(state["config"], self._configuration(), self.checkpoint, holds="a training run")
+        # what the network was made for decides no weight, and each version of the package says more about it
+        ignore = ("network.origin",)
+        check_settings(state["config"], self._configuration(), self.checkpoint, holds="a training run", ignore=ignore)
         self.restore(state)
         self.best_weights = {name: value.to(self.device) for name, value in state["best_weights"].items()}
         self.best, self.best_step, self.waited = state["best"], state["best_step"], state["waited"]

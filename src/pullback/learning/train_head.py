@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pullback.backbones.weights import block_hashes
 from pullback.data.crops import Crop, read_crop
 from pullback.data.images import ImageSource, PixelFormat
 from pullback.data.sources import ImageItem, Source, open_source
@@ -31,11 +32,12 @@ from pullback.learning.head import HeadConfig, ImportanceHead
 from pullback.learning.losses import conformal_loss
 from pullback.learning.pretrained import Origin
 from pullback.operators import LowRankMetric
-from pullback.probes import INPUTS, ProbeMap
+from pullback.probes import ProbeMap
 from pullback.runs.progress import Progress, Silent
 from pullback.runs.provenance import weights_hash
+from pullback.runs.settings import IDENTITY
 from pullback.targets.compute import READERS
-from pullback.targets.store import NOT_COMPARED, TargetStore
+from pullback.targets.store import NOT_COMPARED, TargetStore, part_name, probe_choices
 from pullback.targets.table import TargetTable
 
 TARGETS = ("importance", "block-norm")
@@ -109,7 +111,8 @@ def train_head(
         progress=progress,
     )
     sizes = dict.fromkeys(tuple(store.config["size"]) for store in train)
-    origin = origin_of(probe, stores[0].config["rank"], *sizes)
+    known = all("decoder_identity" in store.config for store in stores)
+    origin = origin_of(probe, stores[0].config["rank"], *sizes, decoder_known=known)
     return head.describe(origin=origin, target=target, scores=_scores(fitted, task)).eval()
 
 
@@ -126,16 +129,19 @@ def new_head(
 
 
 def check_stores(probe: ProbeMap, stores: Sequence[TargetStore]) -> None:
-    """Raise an error for stores whose targets are of other features than the probe's."""
+    """Raise an error for stores whose targets are not those of the probe. Older stores do not tell all of it."""
     asked: dict[str, Any] = {
         "family": probe.backbone.family,
         "weights": weights_hash(probe.backbone.model),
         "layer": probe.layer,
         "decoder": probe.decoder.name,
-        "after_norm": probe.after_norm if probe.at == INPUTS else None,
+        "distance": part_name(probe.distance),
+        **probe_choices(probe),
+        **probe.identity,
     }
     for store in stores:
-        different = [name for name, value in asked.items() if store.config.get(name) != value]
+        unknown = [name for name in asked if name.endswith(IDENTITY) and name not in store.config]  # by older versions
+        different = [name for name, value in asked.items() if name not in unknown and store.config.get(name) != value]
         if different:
             listing = "; ".join(f"{name}: {store.config.get(name)!r} there, {asked[name]!r} here" for name in different)
             raise ModelError(
@@ -143,8 +149,11 @@ def check_stores(probe: ProbeMap, stores: Sequence[TargetStore]) -> None:
             )
 
 
-def origin_of(probe: ProbeMap, rank: int, *sizes: tuple[int, int]) -> Origin:
-    """Return what a network is made for that was trained on this probe with images of these sizes."""
+def origin_of(probe: ProbeMap, rank: int, *sizes: tuple[int, int], decoder_known: bool = True) -> Origin:
+    """Return what a network is made for that was trained on this probe with images of these sizes.
+
+    ``decoder_known``: whether the targets were made by the decoder itself, and not by one of which the name is known.
+    """
     return Origin(
         family=probe.backbone.family,
         weights=weights_hash(probe.backbone.model),
@@ -152,6 +161,10 @@ def origin_of(probe: ProbeMap, rank: int, *sizes: tuple[int, int]) -> Origin:
         decoder=probe.decoder.name,
         rank=rank,
         resolutions=sizes,
+        decoder_identity=probe.identity["decoder_identity"] if decoder_known else None,
+        distance=part_name(probe.distance),
+        output_metric=part_name(probe.output_metric),
+        blocks=block_hashes(probe.backbone),
     )
 
 

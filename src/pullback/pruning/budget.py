@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pullback.backbones import load_backbone
 from pullback.errors import PullbackError, ShapeError
 from pullback.evaluation.cost import flops as count_flops
 from pullback.evaluation.cost import race
@@ -24,7 +25,7 @@ from pullback.evaluation.fidelity import degradation as measured_degradation
 from pullback.evaluation.statistics import mean_and_error
 from pullback.pruning.model import PrunedModel, plan_for
 from pullback.pruning.plan import PrunePlan, is_number, plain
-from pullback.pruning.scores import Choice
+from pullback.pruning.scores import Choice, check_weights
 
 RATIOS = tuple(step / 40 for step in range(1, 37))  # 0.025 to 0.9
 
@@ -92,6 +93,7 @@ def plan_pruning(
     """
     name, limit = _budget(flops=flops, milliseconds=milliseconds, degradation=degradation)
     _check_inputs(heads, images, batch)
+    check_weights(load_backbone(model), [("heads", head) for head in heads.values() if isinstance(head, nn.Module)])
     calibration = Calibration(model, images, batch, degrade, rounds)
     choices = stage_choices(heads, stages)
 
