@@ -142,8 +142,9 @@ class TargetStore:
         else:
             follows = self.config.get("read_probe_layer", True)
             probe = load_probe(name, decoder, layer, device=device, distance=distance, read_probe_layer=follows)
+        same_model = weights_hash(probe.backbone.model) == self.config["weights"]  # of others, nothing is expected
         for part, identity in probe.identity.items():
-            if self.config.get(part, identity) != identity:
+            if same_model and self.config.get(part, identity) != identity:
                 kind = part.removesuffix(IDENTITY)
                 raise self._not_stored(f"{kind} {self.config[kind]!r} of it is not the one of that name", kind)
         return probe
