@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -44,6 +45,7 @@ TARGETS = ("importance", "block-norm")
 Reader = Callable[[Tensor], Tensor]
 """Row numbers [b] -> features [b, N, D]."""
 _BATCH = 64
+logger = logging.getLogger(__name__)
 
 
 def train_head(
@@ -75,6 +77,9 @@ def train_head(
     config, progress = config or FitConfig(), progress or Silent()
     stores = [*train, held_out] if isinstance(held_out, TargetStore) else list(train)
     check_stores(probe, stores)
+    shared = 0
+    if isinstance(held_out, TargetStore):  # a share is held out by content, so nothing is on both sides
+        shared = check_held_out(held_out.contents(), [sha256 for store in train for sha256 in store.contents()])
     dim = stores[0].config["dim"]
     if start is not None and start.config.dim != dim:
         raise ModelError(f"start: expected a head for features of width {dim}, got {start.config.dim}.")
@@ -113,7 +118,8 @@ def train_head(
     sizes = dict.fromkeys(tuple(store.config["size"]) for store in train)
     known = all("decoder_identity" in store.config for store in stores)
     origin = origin_of(probe, stores[0].config["rank"], *sizes, decoder_known=known)
-    return head.describe(origin=origin, target=target, scores=_scores(fitted, task)).eval()
+    scores = _scores(fitted, task) | recorded(shared)
+    return head.describe(origin=origin, target=target, scores=scores).eval()
 
 
 def new_head(
@@ -147,6 +153,29 @@ def check_stores(probe: ProbeMap, stores: Sequence[TargetStore]) -> None:
             raise ModelError(
                 f"probe: {store.folder} holds targets of another one ({listing}). Load the one it was made for."
             )
+
+
+def check_held_out(held_out: Mapping[str, str], train: Iterable[str | None]) -> int:
+    """Return how many held-out images, {sha256: key}, are also training images, with a warning; all is an error."""
+    trained_on = set(train)
+    shared = [key for sha256, key in held_out.items() if sha256 in trained_on]
+    if not shared:
+        return 0
+    if len(shared) == len(held_out):
+        raise ImageError(
+            f"held_out: expected images that the network is not trained on, but all {len(shared)} are also training "
+            f"images, such as {shared[0]!r} (the same bytes). Give others; for a head, a share such as 0.1 works too."
+        )
+    logger.warning(
+        f"held_out: {len(shared)} of {len(held_out)} images are also training images, such as {shared[0]!r} (the same "
+        "bytes), so the scores flatter the network. Their number is recorded with the scores."
+    )
+    return len(shared)
+
+
+def recorded(shared: int) -> dict[str, float]:
+    """Return what the scores say of held-out images that are also training images: nothing where there are none."""
+    return {"held_out_images_trained_on": float(shared)} if shared else {}
 
 
 def origin_of(probe: ProbeMap, rank: int, *sizes: tuple[int, int], decoder_known: bool = True) -> Origin:
@@ -335,7 +364,7 @@ class StoredRows:
 
 @dataclass(frozen=True)
 class ImageRow:
-    """An image, whole or a crop of it; ``sha256`` is that of the file when its targets were computed."""
+    """An image, whole or a crop of it; ``sha256`` is that of the file when it was first read, for its targets."""
 
     item: ImageItem
     crop: Crop | None = None
@@ -344,7 +373,10 @@ class ImageRow:
     def pixels(self, wanted: PixelFormat) -> Tensor:
         data = self.item.read()
         if self.sha256 is not None and hashlib.sha256(data).hexdigest() != self.sha256:
-            raise ImageError(f"source: {self.item.key} has changed since its targets were computed. Compute them anew.")
+            raise ImageError(
+                f"source: {self.item.key} has changed since it was first read. Targets that were computed of it are of "
+                "the old one: compute them anew, or start again."
+            )
         return read_crop(data, self.crop, wanted)
 
 
@@ -363,20 +395,28 @@ def rows_of_table(table: TargetTable, source: ImageSource | Source) -> list[Imag
 
 def readable_rows(source: ImageSource | Source, wanted: PixelFormat, limit: int | None = None) -> list[ImageRow]:
     """List the images of a source that can be read: an unreadable one must not stop a training run in its middle."""
-
-    def can_be_read(row: ImageRow) -> bool:
-        try:
-            row.pixels(wanted)
-        except Exception:  # on a damaged file Pillow's decoders raise nearly anything
-            return False
-        return True
-
-    rows = [ImageRow(item) for item in islice(open_source(source), limit)]
-    with ThreadPoolExecutor(READERS) as pool:
-        rows = [row for row, usable in zip(rows, pool.map(can_be_read, rows), strict=True) if usable]
+    rows = _rows_with_hashes(source, wanted, limit)
     if not rows:
         raise ImageError("source: expected at least one readable image, got none.")
     return rows
+
+
+def contents_of(source: ImageSource | Source, wanted: PixelFormat) -> dict[str, str]:
+    """Return {sha256 of an image: its key} of every image of a source that can be read, as a store does."""
+    return {row.sha256: row.item.key for row in _rows_with_hashes(source, wanted) if row.sha256 is not None}
+
+
+def _rows_with_hashes(source: ImageSource | Source, wanted: PixelFormat, limit: int | None = None) -> list[ImageRow]:
+    def read(item: ImageItem) -> ImageRow | None:
+        try:
+            data = item.read()
+            read_crop(data, None, wanted)
+        except Exception:  # on a damaged file Pillow's decoders raise nearly anything
+            return None
+        return ImageRow(item, sha256=hashlib.sha256(data).hexdigest())
+
+    with ThreadPoolExecutor(READERS) as pool:
+        return [row for row in pool.map(read, islice(open_source(source), limit)) if row is not None]
 
 
 def feature_reader(probe: ProbeMap, rows: Sequence[ImageRow], wanted: PixelFormat) -> Reader:

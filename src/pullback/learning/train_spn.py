@@ -25,11 +25,14 @@ from pullback.learning.losses import alignment, direction_loss, distance_loss, e
 from pullback.learning.spn import SpectralPullbackNetwork, SpnConfig, orthonormal_columns
 from pullback.learning.train_head import (
     Reader,
+    check_held_out,
+    contents_of,
     feature_reader,
     hash_of,
     kept,
     origin_of,
     readable_rows,
+    recorded,
     rows_of_table,
 )
 from pullback.operators import JacobianOperator, LinearOperator, LowRankMetric, check_sensitive
@@ -82,8 +85,10 @@ def train_spn(
     teacher = supervision_of(
         supervision, probe, power_iters=power_iters, sketch_width=sketch_width, precision=precision
     )
-    judge = held_out_modes(probe, held_out, rank, size=wanted.size, progress=progress)
+    made_for = configuration(probe, Recipe(rank, precision=precision), wanted, crops=0, seed=config.seed, source="")
     rows = readable_rows(images, wanted, limit)
+    shared = check_held_out(contents_of(held_out, wanted), [row.sha256 for row in rows])
+    judge = held_out_modes(probe, held_out, rank, size=wanted.size, progress=progress)
     reader = feature_reader(probe, rows, wanted)
     first = reader(torch.arange(min(8, len(rows))))
     if keep_features and type(first) is torch.Tensor:
@@ -98,7 +103,6 @@ def train_spn(
         known = _modes(probe, images, rank, wanted.size, count, "computing the constant subspace", progress)
         assert known.modes is not None
         network.start_at(constant_subspace(known.modes.to(first.device), rank, seed=config.seed))
-    made_for = configuration(probe, Recipe(rank, precision=precision), wanted, crops=0, seed=config.seed, source="")
     settings = {f"probe.{name}": value for name, value in made_for.items() if name not in NOT_COMPARED} | {
         "supervision": supervision,
         "power_iters": power_iters,
@@ -116,7 +120,7 @@ def train_spn(
         tensorboard=tensorboard,
         progress=progress,
     )
-    scores = {name: value for name, value in fitted.scores.items() if name != "score"}
+    scores = {name: value for name, value in fitted.scores.items() if name != "score"} | recorded(shared)
     return network.describe(origin=origin_of(probe, rank, wanted.size), scores=scores).eval()
 
 

@@ -118,6 +118,15 @@ class TargetStore:
             done.update(zip(part["key"].to_pylist(), part["crop"].to_pylist(), strict=True))
         return done
 
+    def contents(self) -> dict[str, str]:
+        """Return {sha256 of an image: its key} of every image with rows."""
+        _, parquet = load_arrow()
+        found: dict[str, str] = {}
+        for path in self.shards:
+            part = parquet.read_table(path, columns=["image_sha256", "key"])
+            found.update(zip(part["image_sha256"].to_pylist(), part["key"].to_pylist(), strict=True))
+        return found
+
     def source(self) -> Source:
         """Open the images behind the rows: ``{item.key: item for item in store.source()}``."""
         if self.config["source"] == LISTED:
