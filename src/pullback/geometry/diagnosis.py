@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from pullback.errors import ImageError, RankError
+from pullback.geometry.independence import check_independence
 from pullback.geometry.spectrum import Probe, Sketched, as_token_maps, output_size, sketch_in_batches
 from pullback.operators import JacobianOperator, LinearOperator, LowRankMetric, ProductCount
 from pullback.randnla import Estimate, Sketch, Streams, block_krylov, effective_rank_from_spectrum
@@ -229,6 +230,7 @@ def diagnose(
         raise ImageError("images: expected at least one image, got an empty batch.")
     begun = time.perf_counter()
     features = probe.features(images)
+    check_independence(probe, features)
     rows, inputs = output_size(probe, features), features[0].numel()
     limit = min(rows, inputs)
     used = tuple(min(r, limit) for r in ranks)

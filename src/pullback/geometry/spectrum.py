@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pullback.errors import ImageError, PullbackError
+from pullback.geometry.independence import check_independence
 from pullback.operators import JacobianOperator, LowRankMetric, ProductCount, check_sensitive
 from pullback.operators.execution import free_bytes, is_too_large
 from pullback.randnla import Estimate, Sketch, Streams, sketch
@@ -74,6 +75,7 @@ def spectrum(
     if len(images) == 0:
         raise ImageError("images: expected at least one image, got an empty batch.")
     features = probe.features(images)
+    check_independence(probe, features)
     done: list[Sketch] = []
     for part in sketch_in_batches(
         probe,

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pullback.errors import ImageError, PullbackError
 from pullback.geometry.importance import block_norms, exact_block_norms
+from pullback.geometry.independence import check_independence
 from pullback.geometry.spectrum import (
     Probe,
     as_token_maps,
@@ -84,6 +85,7 @@ def targets_of(
         raise ImageError("features: expected at least one sample, got an empty batch.")
     if seeds is not None and len(seeds) != len(features):
         raise PullbackError(f"seeds: expected one per sample, {len(features)}, got {len(seeds)}.")
+    check_independence(probe, features)
     rows, inputs = output_size(probe, features), features[0].numel()
     method = choose_method(method, rows, inputs, rank, sampled=num_probes, itemsize=features.element_size())
     recipe = Recipe(rank, method, num_probes, rtol, precision, keep_modes)
