@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,7 +62,8 @@ def _hash(backbone: AnyBackbone, dtype: torch.dtype) -> str:
     digest = hashlib.sha256()
     for tensor in _tensors(backbone):
         digest.update(f"{tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.detach().to(dtype).cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        content: Any = tensor.detach().to(dtype).cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        digest.update(content)
     return digest.hexdigest()[:_DIGITS]
 
 

@@ -41,8 +41,8 @@ def check_independence(probe: Any, features: Tensor) -> None:
         _compare("decoder", alone, both, features.dtype)
         metric = getattr(probe, "output_metric", None)
         if callable(metric):
-            factors = [factor_at(metric, output.flatten(1)) for output in (alone, both)]
-            _compare("output_metric", *factors, features.dtype)
+            factor, factors = (factor_at(metric, output.flatten(1)) for output in (alone, both))
+            _compare("output_metric", factor, factors, features.dtype)
     _remember(probe)
 
 
@@ -50,8 +50,9 @@ def _with_another(features: Tensor) -> Tensor:
     """Return the first sample and a neighbour of it, [2, N, D]."""
     pair = features[[0, 0]]
     plain = pair[1].as_subclass(Tensor)
-    noise = torch.randn(plain.shape, generator=torch.Generator().manual_seed(0)).to(plain)
-    moved = (0.5 * plain.std(0, correction=0) + 0.1 * plain.abs()) * noise
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(plain.shape[0], 1, generator=generator) * torch.randn(plain.shape[-1], generator=generator)
+    moved = (0.5 * plain.std(0, correction=0) + 0.1 * plain.abs()) * noise.to(plain)
     return pair + torch.stack([torch.zeros_like(moved), moved])
 
 

@@ -311,7 +311,7 @@ def check_weights(backbone: AnyBackbone, networks: Iterable[tuple[str, nn.Module
     told, a warning says why.
     """
     for argument, network in {id(network): (argument, network) for argument, network in networks}.values():
-        origin = getattr(getattr(network, "config", None), "origin", None)
+        origin: Any = getattr(getattr(network, "config", None), "origin", None)
         known = getattr(origin, "blocks", {})
         if known:
             same = same_weights(known, backbone)
