@@ -22,6 +22,7 @@ from pullback.evaluation.statistics import compare_paired as compare_paired
 from pullback.geometry import Tractability as Tractability
 from pullback.geometry import diagnose as diagnose
 from pullback.geometry import layer_multiplicity as layer_multiplicity
+from pullback.geometry.overlay import overlay as overlay
 from pullback.geometry.scores import exact_importance as exact_importance
 from pullback.geometry.scores import exact_modes as exact_modes
 from pullback.geometry.spectrum import Spectrum as Spectrum

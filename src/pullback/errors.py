@@ -1,5 +1,14 @@
 """Errors that users can act on: each names the argument, what was expected, what came, and the fix."""
 
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+HEAD = re.compile(r"[a-z_]\w*(?:, [a-z_]\w*)*(?==|:)")
+"""The arguments that a message begins with: "path" of "path='x': no such file", "width, heads" of "width, heads: …"."""
+
 
 class PullbackError(ValueError):
     """Base of every error this package raises on purpose."""
@@ -27,3 +36,26 @@ class RankError(PullbackError):
 
 class NumericsError(PullbackError):
     """NaN or infinity appeared in a feature map, an output or a product."""
+
+
+class FileError(PullbackError, OSError):
+    """A file cannot be written, as on a full disk, or is damaged: nothing that another argument would mend."""
+
+
+class DamagedModelError(ModelError, FileError):
+    """A file of a model is there, but broken."""
+
+
+@contextmanager
+def naming(argument: str) -> Iterator[None]:
+    """Let errors from within begin with ``argument``, whatever the function that raised them calls it."""
+    try:
+        yield
+    except PullbackError as error:
+        error.args = (HEAD.sub(argument, str(error), count=1) if HEAD.match(str(error)) else str(error),)
+        raise
+
+
+def counted(count: int, unit: str, plural: str = "s") -> str:
+    """Write "1 image", "2 images", "1,200 rows"; "3 classes" with ``plural`` = "es"."""
+    return f"{count:,} {unit}{'' if count == 1 else plural}"

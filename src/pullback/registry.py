@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from pullback.checks import of_kind
 from pullback.errors import PullbackError
 
 Code = str | Callable[..., Any]
@@ -37,7 +38,9 @@ class BackboneEntry:
     hub id as the user wrote it, and the module is frozen and put into evaluation mode afterwards. ``names``: a regular
     expression of files and hub ids that belong to this family although no config.json says so. ``may_lack``: parameters
     that published checkpoints leave out and that no decoder reads unless they are there. ``views``: samples are several
-    views of a scene, not single images.
+    views of a scene, not single images. ``assemble``: (backbone, `backbones.Remaining`) -> what the model itself
+    returns, made of the tokens that a pruned run leaves; without it `prune` refuses the family. ``recognise``: (module)
+    -> bool, for modules of this family that have no config.model_type.
     """
 
     name: str
@@ -50,6 +53,8 @@ class BackboneEntry:
     names: str = ""
     may_lack: tuple[str, ...] = ()
     views: bool = False
+    assemble: Code | None = None
+    recognise: Code | None = None
 
     def __post_init__(self) -> None:
         for field in ("model_types", "decoders", "may_lack"):
@@ -134,7 +139,7 @@ class PresetEntry:
     score: str = ""
 
 
-_FAMILIES = "pullback.backbones.families"
+_FAMILIES, _OUTPUTS = "pullback.backbones.families", "pullback.backbones.outputs"
 BACKBONES: dict[str, BackboneEntry] = {
     entry.name: entry
     for entry in (
@@ -142,17 +147,19 @@ BACKBONES: dict[str, BackboneEntry] = {
             "dinov2",
             ("dinov2",),
             f"{_FAMILIES}:dinov2",
-            ("cls", "mean", "saliency"),
+            ("cls", "mean", "logits", "logit-K", "saliency"),
             "facebook/dinov2-base",
             may_lack=("mask_token",),
+            assemble=f"{_OUTPUTS}:dinov2",
         ),
         BackboneEntry(
             "dinov2-registers",
             ("dinov2_with_registers",),
             f"{_FAMILIES}:dinov2_registers",
-            ("cls", "mean"),
+            ("cls", "mean", "logits", "logit-K"),
             "facebook/dinov2-with-registers-base",
             may_lack=("mask_token",),
+            assemble=f"{_OUTPUTS}:dinov2",
         ),
         BackboneEntry(
             "dinov3",
@@ -161,39 +168,62 @@ BACKBONES: dict[str, BackboneEntry] = {
             ("cls", "mean"),
             "facebook/dinov3-vitb16-pretrain-lvd1689m",
             may_lack=("mask_token",),
+            assemble=f"{_OUTPUTS}:dinov2",
         ),
         BackboneEntry(
             "clip",
             ("clip", "clip_vision_model"),
             f"{_FAMILIES}:clip",
-            ("cls", "projection", "mean"),
+            ("cls", "projection", "mean", "logits", "logit-K"),
             "openai/clip-vit-base-patch16",
             loader="CLIPVisionModelWithProjection",
             may_lack=("visual_projection",),
+            assemble=f"{_OUTPUTS}:clip",
         ),
         BackboneEntry(
             "siglip",
             ("siglip", "siglip_vision_model"),
             f"{_FAMILIES}:siglip",
-            ("pool", "mean"),
+            ("pool", "mean", "logits", "logit-K"),
             "google/siglip-base-patch16-224",
             loader="SiglipVisionModel",
+            assemble=f"{_OUTPUTS}:siglip",
+        ),
+        BackboneEntry(
+            "siglip2",
+            ("siglip2", "siglip2_vision_model"),
+            f"{_FAMILIES}:siglip2",
+            ("pool", "mean", "logits", "logit-K"),
+            "google/siglip2-base-patch16-naflex",
+            loader="Siglip2VisionModel",
+            assemble=f"{_OUTPUTS}:siglip",
         ),
         BackboneEntry(
             "vit",
             ("vit",),
             f"{_FAMILIES}:vit",
-            ("cls", "pool", "mean"),
+            ("cls", "pool", "mean", "logits", "logit-K"),
             "google/vit-base-patch16-224",
             may_lack=("pooler", "mask_token"),
+            assemble=f"{_OUTPUTS}:vit",
         ),
         BackboneEntry(
             "deit",
             ("deit",),
             f"{_FAMILIES}:deit",
-            ("cls", "pool", "mean"),
+            ("cls", "pool", "mean", "logits", "logit-K"),
             "facebook/deit-base-distilled-patch16-224",
             may_lack=("pooler", "mask_token"),
+            assemble=f"{_OUTPUTS}:vit",
+        ),
+        BackboneEntry(
+            "timm-vit",
+            ("timm_vit",),
+            "pullback.backbones.timm_vit:adapt",
+            ("cls", "mean", "logits", "logit-K"),
+            "a module of timm, or with its names",
+            assemble="pullback.backbones.timm_vit:assemble",
+            recognise="pullback.backbones.timm_vit:recognise",
         ),
         BackboneEntry(
             "depth-anything",
@@ -203,6 +233,7 @@ BACKBONES: dict[str, BackboneEntry] = {
             "depth-anything/Depth-Anything-V2-Base-hf",
             loader="AutoModelForDepthEstimation",
             may_lack=("mask_token",),
+            assemble=f"{_OUTPUTS}:depth_anything",
         ),
         BackboneEntry(
             "tiny-scenes",
@@ -210,6 +241,7 @@ BACKBONES: dict[str, BackboneEntry] = {
             f"{_FAMILIES}:tiny_scenes",
             ("depth", "depth-GxG", "cls", "mean"),
             "tiny-scenes",
+            assemble=f"{_OUTPUTS}:tiny_scenes",
         ),
         BackboneEntry(
             "vggt",
@@ -231,6 +263,8 @@ DECODERS: list[DecoderEntry] = [
     DecoderEntry("projection", f"{_EMBEDDING}:projection", "CLIP's embedding in the space that it shares with text"),
     DecoderEntry("pool", f"{_EMBEDDING}:pool", "the model's own pooling head (SigLIP, ViT, DeiT)"),
     DecoderEntry("mean", f"{_EMBEDDING}:patch_mean", "the mean of the patch tokens after the final norm"),
+    DecoderEntry("logits", f"{_EMBEDDING}:logits", "the logits of an image classifier"),
+    DecoderEntry("logit-K", f"{_EMBEDDING}:logits", "the logit of one class, logit-281 for example", r"logit-(\d+)"),
     DecoderEntry("depth", f"{_DENSE}:depth", "the depth map of a DPT head (Depth Anything, tiny-scenes)"),
     DecoderEntry(
         "depth-GxG", f"{_DENSE}:depth", "the depth map averaged down, depth-8x8 for example", r"depth-(\d+)x(\d+)"
@@ -296,12 +330,14 @@ PRESETS: dict[str, PresetEntry] = {
 
 def register_backbone(entry: BackboneEntry) -> BackboneEntry:
     """Add a family of models, or replace the one of the same name."""
+    of_kind("entry", entry, BackboneEntry, "a pullback.BackboneEntry")
     BACKBONES[entry.name] = entry
     return entry
 
 
 def register_decoder(entry: DecoderEntry) -> DecoderEntry:
     """Add a decoder, or replace the one of the same name and family."""
+    of_kind("entry", entry, DecoderEntry, "a pullback.DecoderEntry")
     same = [known for known in DECODERS if (known.name, known.family) == (entry.name, entry.family)]
     for known in same:
         DECODERS.remove(known)
@@ -311,6 +347,7 @@ def register_decoder(entry: DecoderEntry) -> DecoderEntry:
 
 def register_score(entry: ScoreEntry) -> ScoreEntry:
     """Add a score per token, or replace the one of the same name."""
+    of_kind("entry", entry, ScoreEntry, "a pullback.ScoreEntry")
     SCORES[entry.name] = entry
     return entry
 

@@ -58,33 +58,40 @@ def test_a_changed_setting_is_refused_in_one_line(photos, tmp_path):
     assert run(photos, tmp_path / "store", "--limit", 1).exit_code == 0
     result = run(photos, tmp_path / "store", "--seed", 3)
     assert result.exit_code == BAD_INPUT
-    assert "error: out: " in result.output and "seed: 0 there, 3 asked for" in result.output
+    assert "error: --out: " in result.output and "seed: 0 there, 3 asked for" in result.output
     assert "Traceback" not in result.output
 
 
 def test_an_interruption_says_what_is_kept(photos, tmp_path, monkeypatch):
-    real, calls = module.compute_shard, []
+    """Three rows are computed when Ctrl-C comes, two of them written: all three are kept."""
+    real, rows = module.targets_in_batches, []
 
     def interrupted(*arguments, **options):
-        calls.append(1)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return real(*arguments, **options)
+        for found in real(*arguments, **options):
+            for part in range(len(found)):
+                rows.append(part)
+            yield found
+            if len(rows) == 3:
+                raise KeyboardInterrupt
 
-    monkeypatch.setattr(module, "compute_shard", interrupted)
+    monkeypatch.setattr(module, "GROUP", 1)
+    monkeypatch.setattr(module, "targets_in_batches", interrupted)
     result = run(photos, tmp_path / "store")
     assert result.exit_code == INTERRUPTED
-    assert f"kept in {tmp_path / 'store'}/: 2 rows; the same command goes on from there" in result.output
+    assert f"kept in {tmp_path / 'store'}/: 3 rows; the same command goes on from there" in result.output
+    monkeypatch.undo()
+    again = run(photos, tmp_path / "store")
+    assert "4 rows in 3 shards, 1 of them new" in again.output, again.output
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--layer", "last"), "layer: expected a block index such as 10, or 'hooks', got 'last'"),
-        (("--size", "big"), "size: expected pixels such as 224, or height x width such as 224x308, got 'big'"),
+        (("--layer", "last"), "--layer: expected a block index such as 10, or 'hooks', got 'last'"),
+        (("--size", "big"), "--size: expected pixels such as 224, or height x width such as 224x308, got 'big'"),
         (("--size", "30"), "30x30 pixels are not divisible by the patch size 14"),
-        (("--decoder", "words"), "decoder: expected one of cls"),
-        (("--rank", 193), "rank: expected 1 <= rank <= 192"),
+        (("--decoder", "words"), "--decoder: expected one of cls"),
+        (("--rank", 193), "--rank: expected 1 <= rank <= 192"),
     ],
 )
 def test_wrong_options_are_explained(photos, tmp_path, options, message):

@@ -5,7 +5,9 @@ import shutil
 import socket
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,6 +29,18 @@ pytest.importorskip("pyarrow", reason="pyarrow is not installed (the extra pullb
 STEPS = ("--steps", 6, "--batch", 8, "--validate-every", 3, "--device", "cpu")
 HEAD = (*STEPS, "--width", 32, "--heads", 2)
 SPN = (*STEPS, "--width", 16, "--heads", 2, "--rank", 3, "--size", "28x42", "--layer", 1)
+
+
+@pytest.fixture
+def figures() -> None:
+    """For tests that want figures and a page."""
+
+
+@pytest.fixture(autouse=True)
+def no_figures(request, monkeypatch):
+    """A process for each figure costs seconds, and one test is enough for them."""
+    if "figures" not in request.fixturenames:
+        monkeypatch.setattr("pullback.cli.train.Drawing", lambda: nullcontext(SimpleNamespace(draw=lambda out: [])))
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +91,7 @@ def test_they_are_commands_of_a_larger_program():
         assert result.exit_code == 0 and option in result.output and "torchrun works" in result.output
 
 
-def test_a_head_is_written_with_its_scores(place, tmp_path):
+def test_a_head_is_written_with_its_scores_and_a_page(place, tmp_path, figures):
     result = head(place, tmp_path / "run")
     assert result.exit_code == 0, result.output
     written = ImportanceHead.from_pretrained(tmp_path / "run" / "model")
@@ -86,7 +100,9 @@ def test_a_head_is_written_with_its_scores(place, tmp_path):
     for text in (f"rho: {written.config.scores['rho']:.4g}", "rho of the mean map: ", "training rows: 20"):
         assert text in result.output
     assert f"written to {tmp_path / 'run' / 'model'}/" in result.output
-    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["checkpoint.pt", "metrics.jsonl", "model"]
+    assert (tmp_path / "run" / "index.html").as_uri() in result.output
+    expected = ["checkpoint.pt", "index.html", "metrics.jsonl", "model", "training.png"]
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == expected
 
 
 def test_a_head_may_hold_a_share_out_and_start_from_another(place, tmp_path):
@@ -192,16 +208,19 @@ def test_a_changed_setting_is_refused_in_one_line(place, tmp_path, option):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--targets", "nowhere"), "folder: expected targets.json in nowhere, which `pullback targets --out` writes"),
-        (("--held-out", "some"), "held-out: expected a store of targets or a share such as 0.1, got 'some'"),
-        (("--held-out", "."), "folder: expected targets.json in ."),
-        (("--held-out", "1.5"), "held_out: expected a share between 0 and 1, or a store of its own, got 1.5"),
-        (("--held-out", "nan"), "held_out: expected a share between 0 and 1, or a store of its own, got nan"),
-        (("--width", 30), "width, heads: expected width / 4 to be a multiple of heads, got 30 and 2"),
-        (("--heads", 3), "width, heads: expected width / 4 to be a multiple of heads, got 32 and 3"),
+        (
+            ("--targets", "nowhere"),
+            "--targets: expected targets.json in nowhere, which `pullback targets --out` writes",
+        ),
+        (("--held-out", "some"), "--held-out: expected a store of targets or a share such as 0.1, got 'some'"),
+        (("--held-out", "."), "--held-out: expected targets.json in ."),
+        (("--held-out", "1.5"), "--held-out: expected a share between 0 and 1, or a store of its own, got 1.5"),
+        (("--held-out", "nan"), "--held-out: expected a share between 0 and 1, or a store of its own, got nan"),
+        (("--width", 30), "--width, --heads: expected width / 4 to be a multiple of heads, got 30 and 2"),
+        (("--heads", 3), "--width, --heads: expected width / 4 to be a multiple of heads, got 32 and 3"),
         (("--heads", 0), "Invalid value for '--heads'"),
         (("--target", "gradient"), "Invalid value for '--target'"),
-        (("--start", "no/such/head"), "name: 'no/such/head' is neither a folder nor a hub id that can be reached"),
+        (("--start", "no/such/head"), "--start: 'no/such/head' is neither a folder nor a hub id that can be reached"),
         (("--images", "nowhere"), "no such file or folder"),
         (("--device", "abacus"), "device: 'abacus' cannot be used here"),
     ],
@@ -220,14 +239,14 @@ def test_wrong_options_of_a_head_are_explained(place, tmp_path, monkeypatch, opt
     [
         (("--images", "nowhere"), "no such file or folder"),
         (("--held-out", "nowhere"), "no such file or folder"),
-        (("--width", 30, "--heads", 4), "width, heads: expected width to be a multiple of heads, got 30 and 4"),
-        (("--rank", 25), "rank: expected 1 <= rank <= 24"),
-        (("--layer", 9), "layer: expected a block index from 0 to 2"),
-        (("--layer", "last"), "layer: expected a block index such as 10, or 'hooks', got 'last'"),
+        (("--width", 30, "--heads", 4), "--width, --heads: expected width to be a multiple of heads, got 30 and 4"),
+        (("--rank", 25), "--rank: expected 1 <= rank <= 24"),
+        (("--layer", 9), "--layer: expected a block index from 0 to 2"),
+        (("--layer", "last"), "--layer: expected a block index such as 10, or 'hooks', got 'last'"),
         (("--size", "30"), "30x30 pixels are not divisible by the patch size 14"),
-        (("--sketch-width", 2), "sketch_width: "),
-        (("--supervision", "distances", "--batch", 1), "batch: distance matching compares pairs"),
-        (("--decoder", "words"), "decoder: expected one of cls"),
+        (("--sketch-width", 2), "--sketch-width: "),
+        (("--supervision", "distances", "--batch", 1), "--batch: distance matching compares pairs"),
+        (("--decoder", "words"), "--decoder: expected one of cls"),
     ],
     ids=lambda value: "=".join(map(str, value)) if isinstance(value, tuple) else "",
 )

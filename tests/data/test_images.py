@@ -1,6 +1,7 @@
 """Images from disk: what comes out, what is skipped, and what is refused."""
 
 import io
+import os
 import struct
 import warnings
 import zlib
@@ -11,7 +12,16 @@ import pytest
 import torch
 from PIL import Image
 
-from pullback.data import IMAGENET_MEAN, IMAGENET_STD, SkippedImage, find_images, iter_images, load_images, read_images
+from pullback.data import (
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    SkippedImage,
+    find_images,
+    iter_images,
+    load_images,
+    open_source,
+    read_images,
+)
 from pullback.data.images import MAX_PIXELS
 from pullback.errors import ImageError, PullbackError
 
@@ -269,6 +279,87 @@ def test_a_format_outside_the_list_is_not_opened_under_another_name(tmp_path):
     (tmp_path / "a.eps").rename(tmp_path / "a.jpg")
     with pytest.raises(ImageError, match="not a readable image"):
         read_images(tmp_path)
+
+
+# Folders that cannot be searched
+
+
+@pytest.fixture
+def closed(tmp_path, monkeypatch):
+    """photos/open/a.png beside photos/closed, which the system does not let us list (root may list everything)."""
+    save(tmp_path / "photos" / "open" / "a.png", noise(32, 32))
+    save(tmp_path / "photos" / "closed" / "b.png", noise(32, 32))
+    listed = os.scandir
+
+    def scandir(path="."):
+        if os.fspath(path).endswith("closed"):
+            raise PermissionError(13, "Permission denied", os.fspath(path))
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    return tmp_path / "photos"
+
+
+REASON = "folder that cannot be read: Permission denied"
+
+
+def test_a_subfolder_that_cannot_be_read_is_skipped_and_named(closed):
+    batch = read_images(closed, size=14)
+    assert [path.name for path in batch.paths] == ["a.png"]
+    assert batch.skipped == (SkippedImage(closed / "closed", REASON),)
+    with pytest.warns(UserWarning, match=rf"skipped 1 of 2 image files: .*closed: {REASON}"):
+        load_images(closed, size=14)
+    with pytest.warns(UserWarning, match=rf"not searched: .*closed: {REASON}"):
+        assert find_images(closed) == [closed / "open" / "a.png"]
+    with pytest.warns(UserWarning, match=rf"not searched: .*closed: {REASON}"):
+        assert find_images(str(closed / "**" / "*.png")) == [closed / "open" / "a.png"]
+
+
+def test_a_folder_of_which_nothing_can_be_read_is_refused_with_the_reason(closed):
+    with pytest.raises(ImageError, match=rf"no image found; .*Not searched: .*closed: {REASON}"):
+        load_images(closed / "closed")
+
+
+def test_a_source_records_the_subfolder_that_cannot_be_read(closed):
+    items = list(open_source(closed))
+    assert [item.key for item in items] == ["closed", "open/a.png"] and open_source(closed).count == 2
+    with pytest.raises(Exception, match=REASON):
+        items[0].read()
+
+
+def test_links_that_lead_back_are_not_followed_and_named(tmp_path):
+    save(tmp_path / "photos" / "a" / "x.png", noise(32, 32))
+    for name in ("again", "up"):
+        (tmp_path / "photos" / "a" / name).symlink_to(tmp_path / "photos", target_is_directory=True)
+    for path in (tmp_path / "photos", str(tmp_path / "photos" / "**" / "*.png"), str(tmp_path / "**")):
+        batch = read_images(path, size=14)
+        assert [file.name for file in batch.paths] == ["x.png"]
+        assert [folder.path.name for folder in batch.skipped] == ["again", "up"]
+        assert "link to a folder" in batch.skipped[0].reason
+
+
+def test_a_link_to_a_folder_may_be_named_by_itself(tmp_path):
+    save(tmp_path / "elsewhere" / "x.png", noise(32, 32))
+    (tmp_path / "photos").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
+    assert find_images(tmp_path / "photos") == [tmp_path / "photos" / "x.png"]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("**/*.png", ["a/b/z.png", "a/y.png", "x.png"]),
+        ("**", ["a/b/z.png", "a/y.png", "x.png"]),
+        ("a/**/*.png", ["a/b/z.png", "a/y.png"]),
+        ("**/b/*", ["a/b/z.png"]),
+        ("*/**/z.*", ["a/b/z.png"]),
+        ("**/a/**/z.png", ["a/b/z.png"]),
+        ("*/*.png", ["a/y.png"]),
+    ],
+)
+def test_globs_of_any_depth(tmp_path, pattern, expected):
+    for name in ("x.png", "a/y.png", "a/b/z.png", "a/.hidden/h.png", "a/notes.txt"):
+        save(tmp_path / name, noise(8, 8)) if name.endswith("png") else (tmp_path / name).write_text("")
+    assert [file.relative_to(tmp_path).as_posix() for file in find_images(str(tmp_path / pattern))] == expected
 
 
 # What is refused

@@ -5,26 +5,36 @@ import torch
 from torch import nn
 
 import pullback as pb
-from helpers.families import SMALL_MODELS, images_for, model_of, random_normal, randomized
+from helpers.families import DOWNSAMPLED, ONE_LOGIT, SMALL_MODELS, images_for, model_of, random_normal, randomized
 from pullback.backbones import load_backbone
 from pullback.decoders import Decoder, PatchGrid, build_decoder
 from pullback.errors import DecoderError, ModelError
 from pullback.registry import BACKBONES
 
-NAMES = ("cls", "projection", "pool", "mean", "depth", "depth-8x8", "saliency")
+NAMES = ("cls", "projection", "pool", "mean", "logits", ONE_LOGIT, "depth", DOWNSAMPLED, "saliency")
 
 
 def listed(name: str) -> set[str]:
-    """The decoders that the registry promises for a small model."""
-    names = BACKBONES[SMALL_MODELS[name].family].decoders
-    return {"depth-8x8" if decoder == "depth-GxG" else decoder for decoder in names}
+    """The decoders that a small model must have: all that the registry promises for its family, but for those that
+    only image classifiers have, or only models without a classifier."""
+    return set(SMALL_MODELS[name].references)
+
+
+@pytest.mark.parametrize("name", SMALL_MODELS)
+def test_only_classifiers_lack_decoders_that_the_registry_promises(name):
+    places = {"depth-GxG": DOWNSAMPLED, "logit-K": ONE_LOGIT}
+    promised = {places.get(decoder, decoder) for decoder in BACKBONES[SMALL_MODELS[name].family].decoders}
+    missing = promised - listed(name) - {"saliency"}
+    classifier = "logits" in listed(name)
+    assert listed(name) <= promised
+    assert missing <= ({"pool", "projection"} if classifier else {"logits", ONE_LOGIT})
 
 
 @pytest.mark.parametrize("name", SMALL_MODELS)
 def test_a_model_has_the_decoders_that_are_listed_for_it_and_no_others(name):
     backbone = load_backbone(model_of(name))
     for decoder in NAMES:
-        if decoder in listed(name) - {"saliency"}:
+        if decoder in listed(name):
             assert build_decoder(decoder, backbone).name == decoder
         else:
             with pytest.raises(DecoderError, match="decoder: "):
@@ -39,6 +49,10 @@ MISSING = {
     ("depth-v2", "pool"): r"\(depth-anything\) has no pooling head",
     ("dinov2", "depth"): r"'depth' needs a model with a DPT head such as Depth Anything, got Dinov2Model \(dinov2\)",
     ("vit", "depth-8x8"): "'depth' needs a model with a DPT head",
+    ("dinov2", "logits"): r"Dinov2Model has no classifier. 'logits' needs a \*ForImageClassification model, or",
+    ("vit", "logit-2"): "ViTModel has no classifier",
+    ("vit-classifier", "logit-5"): "expected logit-0 to logit-4, because ViTForImageClassification has 5 classes, got",
+    ("vit-classifier", "pool"): r"\(vit\) has no pooling head",
     ("dinov2", "saliency"): "'saliency' needs .*decoder.safetensors, which is not there",
 }
 
@@ -51,7 +65,9 @@ def test_a_decoder_that_a_model_lacks_is_named_with_the_reason(name, decoder):
 
 @pytest.mark.parametrize("choice", ["class", "depth-8", "depth-axb", "depth-8x", "", 5])
 def test_an_unknown_decoder_is_refused_with_the_known_ones(choice):
-    with pytest.raises(DecoderError, match=r"decoder: expected one of cls, projection, pool, mean, depth, .* got"):
+    with pytest.raises(
+        DecoderError, match=r"decoder: expected one of cls, projection, pool, mean, logits, logit-K, depth, .* got"
+    ):
         pb.load_probe(model_of("depth-v2"), choice, 0)
 
 
@@ -102,7 +118,7 @@ def test_decoders_that_claim_to_be_linear_are(name):
     backbone = load_backbone(model_of(name))
     layout = backbone.token_layout(images_for(name, (2, 3)))
     a, b = (random_normal(2, layout.tokens, 24, seed=seed) for seed in (0, 1))
-    for choice in listed(name) - {"saliency"}:
+    for choice in listed(name):
         decoder = build_decoder(choice, backbone)
         if decoder.linear:
             joined = decoder.decode([2 * a - 3 * b], layout)
@@ -115,7 +131,7 @@ def test_decoders_that_claim_to_read_few_rows_do(name):
     backbone = load_backbone(model_of(name))
     images = images_for(name, (2, 3))
     layout, tokens = backbone.token_layout(images), backbone.norm(backbone.embed(images))
-    for choice in listed(name) - {"saliency"}:
+    for choice in listed(name):
         decoder = build_decoder(choice, backbone)
         if decoder.rows is not None:
             read = decoder.decode([tokens[:, : decoder.rows]], layout)

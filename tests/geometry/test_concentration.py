@@ -7,7 +7,8 @@ import torch
 
 from helpers.truth import normal
 from pullback.geometry import coefficient_of_variation, null_cv
-from pullback.geometry.diagnosis import change_of_cv, looks_random
+from pullback.geometry.diagnosis import change_of_cv
+from pullback.geometry.regimes import looks_random
 
 
 def test_cv_by_hand():

@@ -1,8 +1,10 @@
 """`diagnose` against the dense truth, sample by sample."""
 
+import itertools
 import math
 import statistics
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from pullback.errors import DecoderError, ImageError, NumericsError, RankError
 from pullback.geometry import null_cv
 from pullback.operators import JacobianOperator
 from pullback.operators.execution import round_off_of
+from pullback.tokens import TokenLayout
 
 RANKS = (4, 1, 12)
 
@@ -312,3 +315,61 @@ def test_a_scalar_output_is_regime_four():
     report = pb.diagnose(probe, normal(2, 1, 5, 4))
     assert report.ranks_used == (1,) and report.regime.label == "iv" and report.output_size == 1
     assert report.kappa.mean == pytest.approx(1) and report.r_eff_slq.mean == pytest.approx(1)
+
+
+# What is said of one image, of patches, and of numbers near a threshold
+
+
+def test_one_image_has_no_error_over_images():
+    report = pb.diagnose(seeded("cls", 4), random_images(1), 4, "krylov", slq_probes=2)
+    assert math.isnan(report.kappa.se) and math.isnan(report.cv.std) and report.kappa.estimation_se > 0
+    assert "one image, no error over images" in str(report) and "±" not in str(report)
+    several = str(pb.diagnose(seeded("cls", 4), random_images(2), 4, "krylov", slq_probes=2))
+    assert "no error over images" not in several and "±" in several
+
+
+def class_token_and_patches(report, *, over_all: float, over_patches: float, error: float = 0.001):
+    """The report with these CVs at every sample, their values spread so that the mean has this error."""
+    spread = error * math.sqrt(len(report.samples))
+    samples = [
+        replace(sample, cv=(over_all + sign * spread, 0.0), cv_patches=(over_patches + sign * spread, 0.0))
+        for sample, sign in zip(report.samples, itertools.cycle((1, -1)), strict=False)
+    ]
+    return replace(report, samples=tuple(samples))
+
+
+@pytest.fixture(scope="module")
+def marginal():
+    """A report whose kappa is far below every threshold."""
+    report = pb.diagnose(seeded("cls", 4), random_images(4), 4)
+    assert report.kappa.mean < 0.8 and report.token_layout.prefix == 1
+    return report
+
+
+def test_the_regime_over_patches_stands_beside_and_the_advice_follows_it(marginal):
+    report = class_token_and_patches(marginal, over_all=7.4, over_patches=0.5)
+    assert (report.regime.label, report.verdict_over_patches.regime.label) == ("iii", "i")
+    assert "Only patches can be pruned, and over them it is regime (i) rich spectrum." in report.advice
+    assert report.verdict_over_patches.regime.advice in report.advice and report.regime.advice not in report.advice
+    assert "over patches CV = 0.50, regime (i) rich spectrum" in str(report)
+    agreeing = class_token_and_patches(marginal, over_all=7.4, over_patches=1.3)
+    assert agreeing.advice == agreeing.regime.advice and agreeing.verdict_over_patches.regime == agreeing.regime
+
+
+def test_patches_at_the_null_are_called_random_whatever_the_class_token_does(marginal):
+    report = class_token_and_patches(marginal, over_all=7.4, over_patches=marginal.cv_null)
+    assert report.patches_look_random and not report.looks_random
+    assert "CV over patches 0.0" in report.advice and "indistinguishable from a random direction" in report.advice
+
+
+def test_without_prefix_tokens_there_is_no_second_regime(marginal):
+    report = replace(marginal, token_layout=TokenLayout(0, (17, 1)))
+    assert report.verdict_over_patches is None and "over patches" not in str(report)
+
+
+def test_a_regime_within_the_error_of_another_is_hedged(marginal):
+    report = class_token_and_patches(marginal, over_all=7.4, over_patches=0.81, error=0.05)
+    hedged = report.verdict_over_patches
+    assert (hedged.regime.label, [regime.label for regime in hedged.could_be]) == ("iii", ["i"])
+    assert report.verdict.could_be == ()
+    assert "could also be (i) rich spectrum over patches: more images would tell" in report.advice

@@ -38,9 +38,10 @@ def test_a_run_tells_its_progress_and_hands_over_every_layer(photos, tmp_path):
     heard, layers = Heard(), []
     request = DiagnosisRequest("tiny-scenes", str(photos), **SMALL)
     document = run_diagnosis(request, tmp_path / "out", heard, on_layer=layers.append)
-    assert heard.calls[:4] == [
+    assert heard.calls[:5] == [
         ("stage", "loading tiny-scenes"),
         ("stage", f"reading images from {photos}"),
+        ("stage", "timing one product"),
         ("work", "", 4, "images"),
         ("describe", "L10"),
     ]
@@ -86,3 +87,13 @@ def test_a_single_report_stays_as_it_is():
     assert join_reports([report]) is report
     twice = join_reports([report, replace(report, seed=7)])
     assert twice.kappa.mean == pytest.approx(report.kappa.mean) and twice.regime == report.regime
+
+
+def test_a_folder_of_another_command_is_refused_before_anything_is_computed(photos, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "rows.jsonl").write_text("")
+    request = DiagnosisRequest("no-such-model", str(photos), **SMALL)  # it is not even loaded
+    with pytest.raises(PullbackError, match=r"holds a comparison of pruning rules \(rows.jsonl of `pullback prune`\)"):
+        run_diagnosis(request, out)
+    assert [path.name for path in out.iterdir()] == ["rows.jsonl"]

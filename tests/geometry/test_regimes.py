@@ -1,11 +1,12 @@
 """Every row of the paper's tables gets the paper's regime."""
 
+import math
 from dataclasses import fields, replace
 
 import pytest
 
-from pullback.geometry import Thresholds, classify
-from pullback.geometry.diagnosis import THRESHOLDS, looks_random
+from pullback.geometry import Summary, Thresholds, classify
+from pullback.geometry.regimes import THRESHOLDS, judge, looks_random
 
 RANK = 20
 DEPTH, CLS = 50_000, 768  # output sizes, all far below N*D
@@ -85,3 +86,50 @@ def test_a_cv_at_the_null_looks_random_and_one_above_it_does_not():
     assert looks_random(0.026, null)  # the paper's "delocalized" rows
     assert not looks_random(0.82, null)
     assert not looks_random(0.026, null, Thresholds(null_factor=1.0))
+
+
+# Means with errors: what lies within two of them
+
+
+def verdict(kappa, effective_rank, cv, *, count=4, rank=RANK, max_rank=DEPTH):
+    """The verdict on (mean, standard error) pairs over ``count`` samples."""
+    values = {"kappa": kappa, "effective_rank": effective_rank, "cv": cv}
+    single = {"std": math.nan, "se": math.nan} if count == 1 else {"std": 0.0}
+    summaries = {
+        name: Summary(**{"mean": mean, "se": se, "estimation_se": se, "count": count} | single)
+        for name, (mean, se) in values.items()
+    }
+    return judge(**summaries, rank=rank, max_rank=max_rank)
+
+
+def labels(found):
+    return found.regime.label, [regime.label for regime in found.could_be]
+
+
+@pytest.mark.parametrize(
+    ("kappa", "effective_rank", "cv", "expected"),
+    [
+        ((0.95, 0.01), (10, 1), (0.5, 0.1), ("ii", [])),
+        ((0.91, 0.01), (10, 1), (0.5, 0.1), ("ii", ["i"])),
+        ((0.91, 0.01), (10, 1), (1.5, 0.1), ("ii", ["iii"])),
+        ((0.89, 0.01), (10, 1), (1.5, 0.1), ("iii", ["ii"])),
+        ((0.95, 0.01), (48, 2), (1.5, 0.1), ("ii", ["iii"])),
+        ((0.50, 0.01), (90, 1), (0.9, 0.06), ("iii", ["i"])),
+        ((0.50, 0.01), (90, 1), (0.9, 0.04), ("iii", [])),
+        ((0.50, math.nan), (90, math.nan), (0.81, math.nan), ("iii", [])),
+    ],
+)
+@pytest.mark.parametrize("count", [1, 4])
+def test_a_threshold_within_two_standard_errors_hedges_the_regime(kappa, effective_rank, cv, expected, count):
+    assert labels(verdict(kappa, effective_rank, cv, count=count)) == expected
+
+
+def test_a_hedge_names_both_kinds_of_regime_two():
+    found = verdict((0.95, 0.01), (10, 1), (0.85, 0.1))
+    assert str(found) == "(ii) low rank, concentrated on tokens, could be (ii) low rank, spread over tokens"
+    several = verdict((0.91, 0.01), (10, 1), (0.85, 0.1))
+    assert [regime.label for regime in several.could_be] == ["ii", "iii", "i"]
+
+
+def test_a_bounded_rank_is_never_in_doubt():
+    assert labels(verdict((0.9, 1.0), (50, 50), (0.8, 1.0), max_rank=RANK)) == ("iv", [])

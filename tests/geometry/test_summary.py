@@ -5,7 +5,7 @@ import statistics
 
 import pytest
 
-from pullback.geometry.diagnosis import summarize
+from pullback.geometry.summary import summarize
 
 
 def test_mean_and_spread_by_hand():
@@ -22,10 +22,10 @@ def test_the_interval_is_student_s():
     assert (low, high) == (pytest.approx(1 - 12.706, abs=1e-3), pytest.approx(1 + 12.706, abs=1e-3))
 
 
-def test_a_single_sample_has_its_own_error_only():
+def test_a_single_sample_has_no_error_over_samples():
     summary = summarize([(3.0, 0.5)])
-    assert (summary.mean, summary.std, summary.se, summary.estimation_se, summary.count) == (3.0, 0.0, 0.5, 0.5, 1)
-    assert summary.interval == (2.0, 4.0)
+    assert (summary.mean, summary.estimation_se, summary.count) == (3.0, 0.5, 1)
+    assert all(map(math.isnan, (summary.std, summary.se, *summary.interval)))
 
 
 def test_samples_that_agree_by_chance_do_not_hide_their_errors():
@@ -34,7 +34,8 @@ def test_samples_that_agree_by_chance_do_not_hide_their_errors():
 
 
 def test_it_reads_as_a_number_with_its_error():
-    assert str(summarize([(0.3721, 0.0123)])) == "0.372 ± 0.012"
+    assert str(summarize([(0.3721, 0.0123)] * 2)) == "0.372 ± 0.0087"
+    assert str(summarize([(0.3721, 0.0123)])) == "0.372", "an error of another kind is none over samples"
 
 
 def test_estimates_without_an_error_leave_only_the_spread_between_them():

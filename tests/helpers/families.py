@@ -17,6 +17,7 @@ import torch.nn.functional as F
 import transformers as tf
 from torch import Tensor, nn
 
+from helpers.timm_names import TimmViT
 from pullback.models.tiny_scenes import TinyScenes, TinyScenesConfig
 from pullback.runs.files import write_network
 
@@ -25,7 +26,7 @@ Reference = Callable[[nn.Module, Tensor], Tensor]
 WIDTH, HEADS = 24, 3
 TRAINED_GRID = (3, 3)  # the position embeddings fit this one; others are interpolated
 GRIDS = (TRAINED_GRID, (2, 2), (2, 3), (4, 1))
-DOWNSAMPLED = "depth-3x4"  # stands for the registry's depth-GxG
+DOWNSAMPLED, ONE_LOGIT = "depth-3x4", "logit-3"  # stand for the registry's depth-GxG and logit-K
 FROM_FOLDER = {"saliency"}  # decoders that come with a folder, tested in tests/decoders/test_saliency.py
 
 
@@ -38,6 +39,7 @@ class SmallModel:
     references: dict[str, Reference]
     patch_size: int
     depth: int = 3
+    folder: bool = True  # whether it can be saved as a folder and loaded from it
 
 
 def save(model: nn.Module, folder: Path) -> None:
@@ -117,6 +119,21 @@ def images_for(name: str, grid: tuple[int, int], batch: int = 2, seed: int = 0) 
     return torch.randn(batch, 3, height, width, generator=generator, dtype=torch.float64)
 
 
+def patches_for(images: Tensor, patch: int) -> dict[str, Tensor]:
+    """What SigLIP 2 takes for images of one shape, cut patch by patch; transformers' processor numbers them so."""
+    rows, columns = (side // patch for side in images.shape[-2:])
+    patches = [
+        images[:, :, patch * row : patch * (row + 1), patch * column : patch * (column + 1)].movedim(1, -1).flatten(1)
+        for row in range(rows)
+        for column in range(columns)
+    ]
+    return {
+        "pixel_values": torch.stack(patches, 1),
+        "pixel_attention_mask": torch.ones(len(images), rows * columns, dtype=torch.int32),
+        "spatial_shapes": torch.tensor([[rows, columns]] * len(images)),
+    }
+
+
 def random_normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
@@ -154,12 +171,31 @@ def _siglip() -> nn.Module:
     return tf.SiglipVisionModel(tf.SiglipVisionConfig(**_common(8), intermediate_size=40))
 
 
+def _siglip2() -> nn.Module:
+    sizes = {name: value for name, value in _common(8).items() if name != "image_size"}
+    return tf.Siglip2VisionModel(tf.Siglip2VisionConfig(**sizes, intermediate_size=40, num_patches=9))
+
+
 def _vit() -> nn.Module:
     return tf.ViTModel(tf.ViTConfig(**_common(8), intermediate_size=40, pooler_output_size=10))
 
 
 def _deit() -> nn.Module:
     return tf.DeiTModel(tf.DeiTConfig(**_common(8), intermediate_size=40))
+
+
+CLASSES = 5
+
+
+def _classifier(kind: type, base: nn.Module) -> nn.Module:
+    """An image classifier on top of the same kind of ViT."""
+    config = type(base.config)(**base.config.to_dict() | {"num_labels": CLASSES})
+    return kind(config)
+
+
+def _two_towers(kind: type, config: type, base: nn.Module) -> nn.Module:
+    """An image classifier whose configuration is that of a model with a text tower."""
+    return kind(config(vision_config=base.config.to_dict(), num_labels=CLASSES))
 
 
 def _depth_anything(out_indices: list[int], kind: str = "relative", apply_layernorm: bool = True) -> nn.Module:
@@ -229,6 +265,24 @@ def _patch_mean(tokens: Reference, prefix: int) -> Reference:
     return lambda model, images: tokens(model, images)[:, prefix:].mean(1)
 
 
+def _logits(model: nn.Module, images: Tensor) -> Tensor:
+    return model(images).logits
+
+
+def _logits_any_size(model: nn.Module, images: Tensor) -> Tensor:
+    return model(images, interpolate_pos_encoding=True).logits
+
+
+def _classified(inner: str, references: dict[str, Reference], logits: Reference) -> dict[str, Reference]:
+    """What an image classifier gives: that of the ViT inside it, and logits."""
+
+    def inside(reference: Reference) -> Reference:
+        return lambda model, images: reference(getattr(model, inner), images)
+
+    own = {"logits": logits, ONE_LOGIT: lambda model, images: logits(model, images)[:, 3:4]}
+    return {name: inside(reference) for name, reference in references.items()} | own
+
+
 DINO = {"cls": _pooled, "mean": _patch_mean(_tokens, 1)}
 DINO_WITH_REGISTERS = {"cls": _pooled, "mean": _patch_mean(_tokens, 3)}
 CLIP = {
@@ -237,12 +291,31 @@ CLIP = {
     "mean": _patch_mean(_normed_clip, 1),
 }
 SIGLIP = {"pool": _pooled_any_size, "mean": _patch_mean(_tokens_any_size, 0)}
+SIGLIP2 = {
+    "pool": lambda model, images: model(**patches_for(images, 8)).pooler_output,
+    "mean": lambda model, images: model(**patches_for(images, 8)).last_hidden_state.mean(1),
+}
 VIT = {
     "cls": _class_token(_tokens_any_size),
     "pool": _pooled_any_size,
     "mean": _patch_mean(_tokens_any_size, 1),
 }
 DEIT = VIT | {"mean": _patch_mean(_tokens_any_size, 2)}
+CLASS_TOKEN_CLASSIFIER = {name: VIT[name] for name in ("cls", "mean")}
+CLIP_CLASSIFIER = {
+    "cls": _pooled_any_size,
+    "mean": _patch_mean(lambda model, images: model.post_layernorm(_tokens_any_size(model, images)), 1),
+}
+TIMM_TOKEN = {
+    "cls": lambda model, images: model.forward_features(images)[:, 0],
+    "mean": _patch_mean(lambda model, images: model.forward_features(images), 1),
+    "logits": lambda model, images: model(images),
+    ONE_LOGIT: lambda model, images: model(images)[:, 3:4],
+}
+TIMM_AVG = TIMM_TOKEN | {  # its only norm, in front of the head, stands for the final one
+    "cls": lambda model, images: model.fc_norm(model.forward_features(images)[:, 0]),
+    "mean": _patch_mean(lambda model, images: model.fc_norm(model.forward_features(images)), 3),
+}
 DEPTH = {
     "depth": _depth,
     DOWNSAMPLED: lambda model, images: F.adaptive_avg_pool2d(_depth(model, images), (3, 4)),
@@ -270,6 +343,57 @@ SMALL_MODELS: dict[str, SmallModel] = {
     "siglip": SmallModel("siglip", _siglip, SIGLIP, 8),
     "vit": SmallModel("vit", _vit, VIT, 8),
     "deit": SmallModel("deit", _deit, DEIT, 8),
+    "dinov2-classifier": SmallModel(
+        "dinov2",
+        lambda: _classifier(tf.Dinov2ForImageClassification, _dinov2()),
+        _classified("dinov2", DINO, _logits),
+        14,
+    ),
+    "dinov2-registers-classifier": SmallModel(
+        "dinov2-registers",
+        lambda: _classifier(tf.Dinov2WithRegistersForImageClassification, _registers()),
+        _classified("dinov2_with_registers", DINO_WITH_REGISTERS, _logits),
+        14,
+    ),
+    "vit-classifier": SmallModel(
+        "vit",
+        lambda: _classifier(tf.ViTForImageClassification, _vit()),
+        _classified("vit", CLASS_TOKEN_CLASSIFIER, _logits_any_size),
+        8,
+    ),
+    "deit-classifier": SmallModel(
+        "deit",
+        lambda: _classifier(tf.DeiTForImageClassification, _deit()),
+        _classified("deit", CLASS_TOKEN_CLASSIFIER | {"mean": DEIT["mean"]}, _logits_any_size),
+        8,
+    ),
+    "deit-two-classifiers": SmallModel(
+        "deit",
+        lambda: _classifier(tf.DeiTForImageClassificationWithTeacher, _deit()),
+        _classified("deit", CLASS_TOKEN_CLASSIFIER | {"mean": DEIT["mean"]}, _logits_any_size),
+        8,
+    ),
+    "clip-classifier": SmallModel(
+        "clip",
+        lambda: _two_towers(tf.CLIPForImageClassification, tf.CLIPConfig, _clip("gelu")),
+        _classified("vision_model", CLIP_CLASSIFIER, _logits_any_size),
+        8,
+    ),
+    "siglip-classifier": SmallModel(
+        "siglip",
+        lambda: _two_towers(tf.SiglipForImageClassification, tf.SiglipConfig, _siglip()),
+        _classified("vision_model", SIGLIP, _logits_any_size),
+        8,
+    ),
+    "siglip2": SmallModel("siglip2", _siglip2, SIGLIP2, 8),
+    "siglip2-classifier": SmallModel(
+        "siglip2",
+        lambda: _two_towers(tf.Siglip2ForImageClassification, tf.Siglip2Config, _siglip2()),
+        _classified("vision_model", SIGLIP2, lambda model, images: model(**patches_for(images, 8)).logits),
+        8,
+    ),
+    "timm-token": SmallModel("timm-vit", partial(TimmViT, "token"), TIMM_TOKEN, 8, folder=False),
+    "timm-avg": SmallModel("timm-vit", partial(TimmViT, "avg", registers=2), TIMM_AVG, 8, folder=False),
     "depth-v1": SmallModel("depth-anything", partial(_depth_anything, V1_STYLE), DEPTH, 14, 5),
     "depth-v2": SmallModel("depth-anything", partial(_depth_anything, V2_STYLE), DEPTH, 14, 5),
     "depth-v2-metric": SmallModel("depth-anything", partial(_depth_anything, V2_STYLE, "metric"), DEPTH, 14, 5),

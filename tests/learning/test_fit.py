@@ -1,7 +1,9 @@
 """The training loop: what it keeps, where it stops, and that a run that was stopped goes on as if nothing had been."""
 
+import errno
 import json
 import math
+import os
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,8 +13,9 @@ import torch
 
 from helpers.progress import Heard
 from helpers.toys import head_task, normal, tiny_head
-from pullback.errors import PullbackError
-from pullback.learning.fit import FitConfig, Fitted, Share, fit
+from pullback.errors import FileError, PullbackError
+from pullback.learning import fit as fitting
+from pullback.learning.fit import FitConfig, Fitted, Share, check_going_on, fit
 from pullback.learning.head import ImportanceHead
 
 CONFIG = FitConfig(steps=11, batch=4, learning_rate=1e-2, warmup=2, validate_every=3, ema=0.8)
@@ -159,6 +162,66 @@ def test_what_a_killed_run_left_unfinished_is_removed(tmp_path):
     (tmp_path / ".checkpoint.pt.abc.tmp").write_bytes(b"half of it")
     run(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint.pt", "metrics.jsonl"]
+
+
+def test_checkpoints_are_written_by_time_between_validations(tmp_path, monkeypatch):
+    """Steps of 12 s: two of them may be lost, with a third it would be more than 30 s."""
+    clock, saved = [0.0], []
+    take_step, save = fitting.Training.take_step, fitting._Run.save
+
+    def slow(self, gradients):
+        clock[0] += 12.0
+        return take_step(self, gradients)
+
+    monkeypatch.setattr(fitting.Training, "take_step", slow)
+    monkeypatch.setattr(fitting._Run, "save", lambda self: (saved.append(self.step), save(self)))
+    monkeypatch.setattr(fitting.time, "perf_counter", lambda: clock[0])
+    run(tmp_path, replace(CONFIG, validate_every=100))
+    assert saved == [2, 4, 6, 8, 10, 11]
+    assert [line["step"] for line in lines(tmp_path)] == [11], "the log has validations alone"
+
+
+def test_a_run_goes_on_from_a_checkpoint_between_two_validations(uninterrupted, tmp_path, monkeypatch):
+    monkeypatch.setattr(fitting, "SAVE_EVERY", 0.0)
+    with pytest.raises(Stopped):
+        run(tmp_path, on_step=stop_after(5))
+    seen = []
+    head, _ = run(tmp_path, on_step=lambda step, numbers: seen.append(step))
+    assert seen[0] == 6, "step 5 is not taken again"
+    expected, _, log = uninterrupted
+    assert same(weights(head), expected) and (tmp_path / "metrics.jsonl").read_text("utf-8") == log
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"nonsense"])
+def test_a_damaged_checkpoint_is_named(tmp_path, content):
+    (tmp_path / "checkpoint.pt").write_bytes(content)
+    with pytest.raises(FileError, match=r"checkpoint\.pt: cannot be read \(.*\)\. Delete it to train from the start"):
+        run(tmp_path)
+
+
+def test_a_full_disk_keeps_the_last_checkpoint_and_leaves_nothing_else(tmp_path, monkeypatch):
+    def full(handle):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(Stopped):
+        run(tmp_path, on_step=stop_after(4))
+    before = (tmp_path / "checkpoint.pt").read_bytes()
+    with monkeypatch.context() as patched, pytest.raises(FileError, match=r"checkpoint\.pt: cannot be written \(No sp"):
+        patched.setattr(os, "fsync", full)
+        run(tmp_path)
+    assert (tmp_path / "checkpoint.pt").read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint.pt", "metrics.jsonl"]
+    run(tmp_path)
+
+
+def test_what_would_be_refused_is_refused_before_the_features_are_computed(tmp_path):
+    run(tmp_path)
+    check_going_on(tiny_head(), CONFIG, tmp_path, {})
+    check_going_on(tiny_head(), CONFIG, None, {})
+    with pytest.raises(PullbackError, match="seed: 0 there, 1 asked for"):
+        check_going_on(tiny_head(), replace(CONFIG, seed=1), tmp_path, {})
+    with pytest.raises(PullbackError, match="other: None there, 2 asked for"):
+        check_going_on(tiny_head(), CONFIG, tmp_path, {"other": 2})
 
 
 def test_a_score_that_is_not_a_number_is_null_in_the_log(tmp_path):

@@ -9,7 +9,16 @@ import pytest
 import torch
 
 import pullback as pb
-from helpers.families import DOWNSAMPLED, FROM_FOLDER, GRIDS, SMALL_MODELS, images_for, model_of, random_normal
+from helpers.families import (
+    DOWNSAMPLED,
+    FROM_FOLDER,
+    GRIDS,
+    ONE_LOGIT,
+    SMALL_MODELS,
+    images_for,
+    model_of,
+    random_normal,
+)
 from helpers.vggt_models import REFERENCES, scenes, tiny
 from pullback.backbones import entry_of
 from pullback.models import EMBEDDED
@@ -17,7 +26,7 @@ from pullback.operators import JacobianOperator
 from pullback.registry import BACKBONES
 
 LAW = dict(rtol=1e-9, atol=1e-9)
-EXAMPLES = {"depth-GxG": DOWNSAMPLED, "camera-V": "camera-1", "points-K": "points-5"}
+EXAMPLES = {"depth-GxG": DOWNSAMPLED, "logit-K": ONE_LOGIT, "camera-V": "camera-1", "points-K": "points-5"}
 VIEWS = {"vggt": {}, "vggt-sparse": {"hook_layers": (0, 2, 2, 3)}}  # networks of several views, by name
 
 
@@ -48,11 +57,18 @@ def decoders_of(kind: str) -> list[str]:
 
 
 NETWORKS = [*SMALL_MODELS, *VIEWS]
-MATRIX = [(name, decoder) for name in NETWORKS for decoder in decoders_of(family(name))]
+MATRIX = [(name, decoder) for name, small in SMALL_MODELS.items() for decoder in small.references]
+MATRIX += [(name, decoder) for name in VIEWS for decoder in decoders_of("vggt")]
 
 
 def test_every_registered_family_has_a_small_model():
     assert {family(name) for name in NETWORKS} == set(BACKBONES)
+
+
+@pytest.mark.parametrize("kind", BACKBONES)
+def test_every_decoder_of_a_family_is_tried_on_one_of_its_models(kind):
+    tried = {decoder for name, decoder in MATRIX if family(name) == kind}
+    assert tried == set(decoders_of(kind))
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: f"{grid[0]}x{grid[1]}")

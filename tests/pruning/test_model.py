@@ -9,19 +9,24 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import pullback as pb
 from helpers.families import GRIDS, SMALL_MODELS, images_for, model_of
 from pullback.backbones import load_backbone
-from pullback.backbones.families import ASSEMBLE
+from pullback.backbones.outputs import FIXED_SIZE
 from pullback.errors import ModelError, PullbackError
 from pullback.learning.head import ImportanceHead
 from pullback.models.dinov2 import Dinov2, Dinov2Config
 from pullback.pruning import matching
+from pullback.registry import BACKBONES
 from pullback.scenes.render import normalised, render
 
-MODELS = [name for name, small in SMALL_MODELS.items() if small.family in ASSEMBLE]
-ANY_SIZE = {"clip", "clip-gelu", "vit", "deit"}  # their own forward wants to be asked for other sizes
+# All that take images; SigLIP 2, which takes patches, is in test_siglip2.py.
+MODELS = [name for name, small in SMALL_MODELS.items() if BACKBONES[small.family].assemble and "siglip2" not in name]
+# Their own forward wants to be asked for other sizes.
+ANY_SIZE = {name for name in MODELS if SMALL_MODELS[name].family in FIXED_SIZE}
 
 
 def tensors(output):
     """Every tensor of an output, by name."""
+    if isinstance(output, torch.Tensor):
+        return {"output": output}
     fields = output._asdict() if isinstance(output, tuple) else dict(vars(output))
     return {name: value for name, value in fields.items() if isinstance(value, torch.Tensor)}
 
@@ -58,6 +63,8 @@ def test_called_as_the_model_is_called(name):
     output = fast(pixel_values=images, **options_for(name))
     assert type(output) is type(model(images, **options_for(name)))
     hidden = tensors(output).get("last_hidden_state")
+    assert "classifier" not in name or output.logits.shape == (2, 5)
+    assert "timm" not in name or output.shape == (2, 5)
     if hidden is not None:
         assert hidden.shape[1] == fast.backbone.prefix + 3
     if not isinstance(output, tuple) and hasattr(output, "to_tuple"):
@@ -200,8 +207,6 @@ def test_gradients_reach_the_pixels():
 
 def test_bad_input():
     model, images = model_of("dinov2"), images_for("dinov2", (3, 3))
-    with pytest.raises(ModelError, match=r"siglip models cannot be pruned in place yet; known are .*run_pruned"):
-        pb.prune(model_of("siglip"), "norm", ratio=0.5, stages=[1])
     with pytest.raises(ModelError, match="no adapter for transformers' model type 'bert'"):
         import transformers
 

@@ -1,5 +1,6 @@
 """Tables, figures and the page from the files alone."""
 
+import re
 import subprocess
 import sys
 
@@ -53,7 +54,7 @@ def test_a_cv_at_its_null_is_called_random(document):
 
 def test_one_sentence_of_advice_per_distinct_finding(document):
     text = printed(document, 200)
-    assert text.count("Score tokens.") == 1 and "L02, hooks: regime (iii), marginal rank." in text
+    assert text.count("Score tokens.") == 1 and "L02, hooks: regime (iii) marginal rank." in text
 
 
 def test_convergence_gives_both_counts_and_no_negative_error(document):
@@ -121,7 +122,12 @@ def test_the_report_needs_no_torch(folder, scenes):
     done = subprocess.run([sys.executable, "-c", code, folder], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     page = (folder / "index.html").read_text(encoding="utf-8")
-    assert "a &lt;note&gt;" in page and "40.0 ± 1.0 %" in page and page.count("data:image/png;base64,") == 8
+    assert (
+        "a &lt;note&gt;" in page
+        and "40.0 ± 1.0 %" in page
+        and page.count("data:image/webp;base64,") == 6
+        and page.count("data:image/jpeg;base64,") == 6
+    )
 
 
 def test_the_page_calls_a_cv_at_its_null_random(folder, document):
@@ -131,3 +137,52 @@ def test_the_page_calls_a_cv_at_its_null_random(folder, document):
     write_json(folder / files.DIAGNOSIS, document)
     page = write_page(folder, ["."]).read_text(encoding="utf-8")
     assert "indistinguishable from a random direction" in page
+
+
+def alone(document: dict) -> dict:
+    """The document of one image, as earlier versions wrote it: errors of the estimate as if they were over images."""
+    layer = document["layers"][0]
+    layer.update(num_images=1, per_image=layer["per_image"][:1])
+    document.update(layers=[layer], image_files=["0.png"])
+    return document
+
+
+def test_one_image_has_no_error_over_images_anywhere(folder, document):
+    from pullback.report.page import write_page
+
+    write_json(folder / files.DIAGNOSIS, alone(document))
+    read = files.read_diagnosis(folder)
+    layer = read["layers"][0]
+    assert layer["kappa"]["se"] is layer["cv"]["se"] is layer["cv"]["patches_se"] is layer["r_eff_trunc_se"] is None
+    assert layer["kappa"]["estimation_se"] is not None and layer["per_image"][0]["energy_se"] == 0.01
+    text = printed(read, 100)
+    assert "1 image at 42×56, no error over images" in text and "±" not in text and "40 %" in text
+    page = write_page(folder, ["."]).read_text(encoding="utf-8")
+    assert (
+        "no error over images" in page
+        and not re.search(r"\d ± ", page)
+        and "two standard errors of the estimate" in page
+    )
+
+
+HEDGED = [{"regime": "i", "regime_title": "rich"}, {"regime": "ii", "regime_title": "low rank, spread over tokens"}]
+
+
+def test_a_hedged_regime_and_that_of_the_patches_are_printed(folder, document):
+    from pullback.report.page import write_page
+
+    assert "over patches  " not in printed(document, 200).replace("CV over patches", ""), "older files have none"
+    over_patches = {"regime": "i", "regime_title": "rich spectrum", "regime_could_be": []}
+    document["layers"][0].update(regime_could_be=HEDGED, regime_over_patches=over_patches)
+    words = "(iii) marginal rank, could be (i) or (ii) low rank, spread over tokens"
+    rows = [" ".join(line.split()) for line in printed(document, 200).splitlines()]
+    assert any(row.startswith("over patches (i) rich spectrum") for row in rows)
+    assert f"L02: regime {words}." in rows and "hooks: regime (iii) marginal rank." in rows
+    write_json(folder / files.DIAGNOSIS, document)
+    page = write_page(folder, ["."]).read_text(encoding="utf-8")
+    assert words in page and page.count("over patches (i) rich spectrum") == 1
+
+
+def test_patches_at_the_null_are_marked(document):
+    document["layers"][0]["cv"].update(patches=0.26, patches_indistinguishable_from_random=True)
+    assert "0.26 ± 0.02, random" in printed(document, 200)

@@ -1,14 +1,29 @@
 """Files are whole or not there."""
 
+import errno
 import json
+import os
+import resource
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
 
-from pullback.errors import PullbackError
+from pullback.errors import FileError, PullbackError
 from pullback.runs import documents as files
-from pullback.runs.files import write_arrays, write_json, write_text
+from pullback.runs.files import (
+    check_folder,
+    read_arrays,
+    read_json,
+    remove_unfinished,
+    replaced_folder,
+    write_arrays,
+    write_json,
+    write_network,
+    write_text,
+)
 
 
 def test_numbers_stay_on_one_line_and_nothing_changes(tmp_path):
@@ -60,3 +75,99 @@ def test_files_are_as_readable_as_any_other(tmp_path):
 def test_a_folder_without_a_diagnosis_is_refused(tmp_path):
     with pytest.raises(PullbackError, match=r"expected diagnosis.json in .*pullback diagnose --out"):
         files.read_diagnosis(tmp_path)
+
+
+# ---- a disk that is full, a limit on the size of files, folders that cannot be made, files that are damaged
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """No file of this process may grow beyond so many bytes (ulimit -f)."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_is_named_with_the_file_and_leaves_nothing_behind(tmp_path, monkeypatch):
+    write_json(tmp_path / "x.json", {"a": 1})
+
+    def full(handle):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(
+        FileError, match=r"x\.json: cannot be written \(No space left on device\)\. Free some space; what"
+    ):
+        write_json(tmp_path / "x.json", {"a": 2}, durable=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
+    assert json.loads((tmp_path / "x.json").read_text()) == {"a": 1}
+
+
+def test_a_limit_on_the_size_of_files_is_named_whatever_is_written(tmp_path):
+    torch = pytest.importorskip("torch")
+    network = torch.nn.Linear(100, 100)
+    with largest_file(512):
+        for name, write in {
+            "x.json": lambda path: write_json(path, {"numbers": list(range(1000))}),
+            "x.npz": lambda path: write_arrays(path, {"a": np.random.default_rng(0).normal(size=1000)}),
+            "model.safetensors": lambda path: write_network(path.parent, network, {}),
+        }.items():
+            with pytest.raises(FileError, match=rf"{name}: cannot be written \(.*File too large"):
+                write(tmp_path / name)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_takes_the_place_of_another_whole_or_not_at_all(tmp_path):
+    for content in "ab":
+        with replaced_folder(tmp_path / "folder") as temporary:
+            (temporary / "file").write_text(content)
+    assert (tmp_path / "folder" / "file").read_text() == "b"
+    with (
+        pytest.raises(FileError, match=r"folder: cannot be written \(No space left"),
+        replaced_folder(tmp_path / "folder") as temporary,
+    ):
+        (temporary / "file").write_text("half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+    assert (tmp_path / "folder" / "file").read_text() == "b"
+
+
+def test_what_a_killed_run_left_is_removed(tmp_path):
+    (tmp_path / ".x.json.abc.tmp").write_text("")
+    (tmp_path / ".model.abc.tmp").mkdir()
+    (tmp_path / "x.json").write_text("")
+    remove_unfinished(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
+
+
+def test_a_folder_that_cannot_be_made_is_refused_and_nothing_is_made(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PullbackError, match=r"out: cannot make the folder .*/file/a/b \(.*/file is not a folder\)"):
+        check_folder(tmp_path / "file" / "a" / "b")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(PullbackError, match="dangling is not a folder"):
+        check_folder(tmp_path / "dangling" / "out")
+    assert check_folder(tmp_path / "new" / "folder") == tmp_path / "new" / "folder"
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(PullbackError, match=r"out: the folder .* is not writable\. Choose another"):
+        check_folder(tmp_path / "new" / "folder")
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 half", b"no archive"])
+def test_damaged_arrays_are_named(tmp_path, content):
+    (tmp_path / "x.npz").write_bytes(content)
+    with pytest.raises(FileError, match=r"x\.npz: cannot be read \(.*\)\. Delete it, and run again"):
+        read_arrays(tmp_path / "x.npz")
+
+
+@pytest.mark.parametrize("content", [b"", b'{"a": 1', b"\xff\xfe", b"[1]"])
+def test_damaged_json_is_no_fault_of_the_command(tmp_path, content):
+    (tmp_path / "x.json").write_bytes(content)
+    with pytest.raises(FileError, match=r"out: .*x\.json (cannot be read as JSON|holds list, expected)"):
+        read_json(tmp_path / "x.json", "out")
+    with pytest.raises(PullbackError, match=r"folder: there is no .*y\.json"):
+        read_json(tmp_path / "y.json")

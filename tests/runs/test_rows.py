@@ -1,8 +1,10 @@
 """Rows that survive a run being killed while it writes."""
 
+import resource
+
 import pytest
 
-from pullback.errors import PullbackError
+from pullback.errors import FileError, PullbackError
 from pullback.runs.rows import Rows, finite
 
 
@@ -52,3 +54,16 @@ def test_rows_after_a_checkpoint_can_be_left_out(tmp_path):
 def test_what_json_has_no_word_for_is_none():
     assert finite(0.25) == 0.25
     assert [finite(value) for value in (float("nan"), float("inf"), -float("inf"))] == [None] * 3
+
+
+def test_a_full_disk_keeps_the_rows_of_before_and_no_half_of_the_new_ones(tmp_path):
+    rows = Rows(tmp_path / "rows.jsonl")
+    rows.add([{"a": 1}])
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, before[1]))
+    try:
+        with pytest.raises(FileError, match=r"rows\.jsonl: cannot be written \(File too large\)\. Raise the limit"):
+            rows.add({"a": number} for number in range(100))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert rows.path.read_text() == '{"a": 1}\n'

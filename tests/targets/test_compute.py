@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,9 @@ import pullback as pb
 from helpers.pictures import SIZE, SMALL, encoded, small_probe, write_pictures
 from helpers.rows import assert_same_rows
 from pullback.data import Crop, open_source, read_crop
-from pullback.errors import ImageError, ModelError, PullbackError
+from pullback.errors import FileError, ImageError, ModelError, PullbackError
 from pullback.targets import compute as computing
+from pullback.targets import recipe
 from pullback.targets.compute import compute_table, compute_targets
 from pullback.targets.recipe import Recipe, targets_of
 from pullback.targets.store import StaleRun, StoreWriter, TargetStore
@@ -198,7 +200,8 @@ def test_a_shard_written_twice_is_there_once(photos, tmp_path):
     store = compute(photos, tmp_path / "store")
     job = computing.Job(Recipe(3), small_probe().pixel_format(SIZE))
     first = next(computing.plan(open_source(photos), job, shard_size=3))
-    StoreWriter.claim(store.folder, store.config).write(computing.compute_shard(small_probe(), first, job))
+    (shard,) = computing.compute_shards(small_probe(), first, job)
+    StoreWriter.claim(store.folder, store.config).write(shard)
     assert len(store) == 7 and store.read().keys == tuple(KEYS)
 
 
@@ -247,6 +250,123 @@ def test_a_run_killed_at_any_moment_goes_on_where_it_stopped(photos, tmp_path):
     assert_same_rows(finished.read(), compute_table(probe, photos, **SMALL)[0])
     assert finished.shards[0].stat().st_mtime_ns == before, "what was done is not done again"
     assert not list(out.glob(".*.tmp")) and len(finished.skipped) == 1
+
+
+def test_rows_are_saved_by_time_as_well_as_by_number(photos, tmp_path, monkeypatch):
+    """Every batch takes longer than what may be lost: each is a shard of its own, and the numbers follow the rows."""
+    monkeypatch.setattr(computing, "SAVE_EVERY", 0.0)
+    store = compute(photos, tmp_path / "slow", shard_size=256, batch_size=2, crops=2)
+    whole = compute(photos, tmp_path / "quick", shard_size=256, crops=2)
+    assert len(store.shards) > 7 and len(store.skipped) == 1
+    assert_same_rows(store.read(), whole.read())
+    assert store.read().keys == whole.read().keys, "in the order of the images"
+    assert_same_rows(compute(photos, tmp_path / "slow", crops=2).read(), whole.read())
+
+
+def test_a_shard_is_written_before_the_next_batch_would_take_it_beyond_the_limit(photos, tmp_path, monkeypatch):
+    """Batches of 8 s and 30 s that may be lost: three of them are 24 s, and with a fourth it would be too much."""
+    clock = [0.0]
+    real = computing.targets_in_batches
+
+    def slow(*arguments, **options):
+        for found in real(*arguments, **options):
+            clock[0] += 8.0
+            yield found
+
+    monkeypatch.setattr(computing, "targets_in_batches", slow)
+    monkeypatch.setattr(computing.time, "perf_counter", lambda: clock[0])
+    store = compute(photos, tmp_path / "store", shard_size=256, batch_size=1)
+    assert [len(part) for part in store] == [3, 3, 1]
+
+
+def test_slow_batches_become_smaller(photos, tmp_path, monkeypatch):
+    """A batch of four that took 60 s is followed by batches of two, and by groups that begin with two."""
+    clock, sizes = [0.0], []
+    real = recipe._targets
+
+    def slow(operator, *arguments):
+        sizes.append(operator.batch)
+        clock[0] += 15.0 * operator.batch
+        return real(operator, *arguments)
+
+    monkeypatch.setattr(recipe, "_targets", slow)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(computing, "GROUP", 6)
+    store = compute(photos, tmp_path / "store", shard_size=256, batch_size=4, crops=2)
+    assert sizes == [4, 2, 2, 2, 2, 2] and [len(part) for part in store] == [4, 2, 2, 2, 2, 2]
+
+
+def test_an_error_comes_after_the_rows_that_were_finished(photos, tmp_path, monkeypatch):
+    real = computing.targets_in_batches
+
+    def fails(*arguments, **options):
+        yield next(real(*arguments, **options))
+        raise PullbackError("features: NaN in image 3.")
+
+    monkeypatch.setattr(computing, "targets_in_batches", fails)
+    with pytest.raises(PullbackError, match="NaN in image 3"):
+        compute(photos, tmp_path / "store", shard_size=256, batch_size=2)
+    assert len(TargetStore.open(tmp_path / "store")) == 2
+    monkeypatch.undo()
+    assert_same_rows(compute(photos, tmp_path / "store").read(), compute(photos, tmp_path / "whole").read())
+
+
+def test_ctrl_c_while_a_shard_is_written_loses_no_row(photos, tmp_path, monkeypatch):
+    import pyarrow.parquet as parquet
+
+    real, calls = parquet.write_table, []
+
+    def interrupted(table, file, **options):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        real(table, file, **options)
+
+    monkeypatch.setattr(parquet, "write_table", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        compute(photos, tmp_path / "store")
+    assert len(TargetStore.open(tmp_path / "store")) == 5
+
+
+@pytest.mark.parametrize("spelling", ["relative", "slash", "link", "dots", "home"])
+def test_a_store_goes_on_however_the_folder_is_spelled(tmp_path, spelling, monkeypatch):
+    photos = write_pictures(tmp_path / "photos", 3)
+    compute(photos, tmp_path / "store", limit=1)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "link").symlink_to(photos)
+    other = {
+        "relative": "photos",
+        "slash": f"{photos}/",
+        "link": tmp_path / "link",
+        "dots": "photos/../photos",
+        "home": "~/photos",
+    }[spelling]
+    assert len(compute(other, tmp_path / "store")) == 3
+    monkeypatch.chdir("/")
+    assert len(list(TargetStore.open(tmp_path / "store").source())) == 4, "the images are found from any folder"
+
+
+def test_another_folder_is_still_refused(photos, tmp_path):
+    compute(photos, tmp_path / "store", limit=1)
+    with pytest.raises(PullbackError, match=r"source: '.*' there, '.*others' asked for"):
+        compute(write_pictures(tmp_path / "others", 2), tmp_path / "store")
+
+
+@pytest.mark.parametrize("content", [b"", b"PAR1", None], ids=["empty", "four bytes", "half"])
+def test_a_damaged_shard_is_named_with_the_way_out(photos, tmp_path, content):
+    store = compute(photos, tmp_path / "store")
+    whole = store.read()
+    path = store.shards[1]
+    path.write_bytes(path.read_bytes()[:2000] if content is None else content)
+    message = rf"{path.name}: cannot be read \(.*\)\. Delete it, and run `pullback targets` again"
+    for read in (store.read, store.rows_done, lambda: len(store), lambda: store.skipped, lambda: list(store)):
+        with pytest.raises(FileError, match=message):
+            read()
+    with pytest.raises(FileError, match=message):
+        compute(photos, store.folder)
+    path.unlink()
+    assert_same_rows(compute(photos, store.folder).read(), whole)
 
 
 def test_what_cannot_work_is_refused_before_anything_is_written(photos, tmp_path):

@@ -15,10 +15,10 @@ from helpers.pictures import SMALL, DeadlyItem, small_probe, write_pictures
 from helpers.rows import assert_same_rows
 from pullback.data import Source, open_source
 from pullback.errors import PullbackError
-from pullback.targets.compute import Job, Work, compute_table, compute_targets, plan
+from pullback.targets.compute import Job, Work, compute_shards, compute_table, compute_targets, plan
 from pullback.targets.ray import TRIES, TargetWorker, counted, packed, unpacked
 from pullback.targets.recipe import Recipe
-from pullback.targets.store import StoreWriter
+from pullback.targets.store import StoreWriter, TargetStore
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -91,6 +91,30 @@ def test_errors_of_workers_come_back_as_receipts(photos, tmp_path):
     worker.job = None
     receipt = worker({"work": [pickle.dumps(work)]})
     assert receipt["kind"] == ["failure"] and "a worker failed (AttributeError" in receipt["message"][0]
+
+
+@pytest.mark.parametrize("crops", [0, 3])
+def test_a_worker_goes_on_behind_what_a_dead_one_has_written(photos, tmp_path, crops, monkeypatch):
+    """The first one saves after every batch of two rows and dies in the third: no row is computed twice, none lost."""
+    pytest.importorskip("pyarrow", reason="pyarrow is not installed (the extra pullback[targets])")
+    whole = compute_targets(small_probe(), photos, out=tmp_path / "whole", crops=crops, **SMALL)
+    job = Job(Recipe(3, num_probes=8), small_probe().pixel_format((28, 42)), crops, batch_size=2)
+    (work,) = plan(open_source(photos), job, shard_size=256)
+    worker = object.__new__(TargetWorker)
+    worker.probe, worker.job = small_probe(), job
+    worker.writer = StoreWriter.claim(tmp_path / "store", whole.config)
+    monkeypatch.setattr("pullback.targets.ray.SAVE_EVERY", 0.0)
+    first = compute_shards(worker.probe, work, job, seconds=0.0)
+    for _ in range(2):
+        worker.writer.write(next(first))
+    receipt = worker({"work": [pickle.dumps(work)]})
+    assert receipt["kind"] == [""], receipt["message"]
+    store = TargetStore.open(tmp_path / "store")
+    assert receipt["rows"] == [len(store)] == [len(whole)] and len(store.shards) > 4
+    assert_same_rows(store.read(), whole.read())
+    assert store.read().keys == whole.read().keys and store.skipped == whole.skipped
+    again = worker({"work": [pickle.dumps(work)]})
+    assert again["rows"] == [len(whole)] and len(store) == len(whole), "nothing is left to do"
 
 
 def test_a_shard_that_kills_every_worker_stops_the_run(photos, tmp_path):

@@ -1,7 +1,7 @@
 """Frozen networks behind one contract: ViT families as blocks that can be run, linearised and pruned."""
 
-from pullback.backbones.backbone import AnyBackbone, Backbone, Preprocessing, State
-from pullback.backbones.block import Block, Norm, Rope, TokenMap, unchanged
+from pullback.backbones.backbone import AnyBackbone, Backbone, Classifier, Preprocessing, State
+from pullback.backbones.block import Affine, Block, Mlp, Norm, Rope, TokenMap, unchanged
 from pullback.backbones.linearized import LinearizedBlock, LinearizedNorm
 from pullback.backbones.loading import (
     check_evaluation_mode,
@@ -10,18 +10,23 @@ from pullback.backbones.loading import (
     load_backbone,
     resolve_device,
 )
+from pullback.backbones.outputs import Remaining
 from pullback.backbones.samples import Group, Samples, image_samples, thumbnails
 from pullback.registry import list_models
 
 __all__ = [
+    "Affine",
     "AnyBackbone",
     "Backbone",
     "Block",
+    "Classifier",
     "Group",
     "LinearizedBlock",
     "LinearizedNorm",
+    "Mlp",
     "Norm",
     "Preprocessing",
+    "Remaining",
     "Rope",
     "Samples",
     "State",

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from pullback.backbones.block import Block, Norm, Rope, TokenMap
 from pullback.backbones.samples import Samples, image_samples
 from pullback.data.images import ImageBatch, ImageSource, PixelFormat, read_images
+from pullback.data.pictures import Pictures, as_pixels
 from pullback.errors import ImageError, ModelError, ShapeError
 from pullback.operators import FunctionLinearization, Linearization
 from pullback.tokens import TokenLayout
@@ -48,7 +49,27 @@ class State(NamedTuple):
         return self.tokens if self.beside is None else torch.cat([self.beside, self.tokens], -1)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
+class Classifier:
+    """How an image classifier reads the tokens that leave the last block.
+
+    ``logits``: (tokens [B, n, D], layout) -> [B, classes], of the tokens after the final norm if ``normed``.
+    ``classes``: None where it stops before a linear layer would make classes. ``rows``: it reads the first so many
+    tokens alone; None: it averages the patches, so all of them must be there.
+    """
+
+    logits: Callable[[Tensor, TokenLayout], Tensor]
+    classes: int | None
+    normed: bool = True
+    rows: int | None = None
+
+    def read(self, tokens: Tensor, layout: TokenLayout, norm: TokenMap) -> Tensor:
+        """Return the logits of tokens [B, N, D] before the final ``norm``."""
+        seen = tokens[:, : self.rows]
+        return self.logits(norm(seen) if self.normed else seen, layout)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
 class AnyBackbone(ABC):
     """A frozen network of ``depth`` layers, as probes see it.
 
@@ -66,13 +87,18 @@ class AnyBackbone(ABC):
 
     name: str
     family: str
-    model: nn.Module = field(repr=False)  # these three hold all weights, which nobody wants to read
-    norm: TokenMap = field(repr=False)
+    model: nn.Module
+    norm: TokenMap
     prefix: int
     patch_size: int
     preprocessing: Preprocessing
-    blocks: tuple[Block, ...] = field(default=(), repr=False)
+    blocks: tuple[Block, ...] = ()
     hook_layers: tuple[int, ...] = ()
+
+    def __repr__(self) -> str:
+        size = f"{self.depth} blocks of width {self.dim}, patches of {self.patch_size} pixels"
+        kind = f"{str(self.dtype).removeprefix('torch.')} on {self.device}"
+        return f"{type(self).__name__}({self.name!r}, family {self.family}, {size}, prefix of {self.prefix}, {kind})"
 
     # What a network must say
 
@@ -128,9 +154,12 @@ class AnyBackbone(ABC):
         """The width of what decoders read of a layer."""
         return self.dim
 
-    def batch(self, images: Tensor) -> Tensor:
-        """Return the images with an axis of samples in front."""
-        return images
+    def batch(self, images: Pictures, *, normalized: bool = False) -> Tensor:
+        """Return images in any usual form as one batch that the network takes: the one entrance of probes.
+
+        ``normalized=True`` vouches for floats whose range looks wrong.
+        """
+        return as_pixels(images, self.pixel_format(), normalized=normalized)
 
     def states(self, images: Tensor, layers: Sequence[int]) -> dict[int, State]:
         """Return the states that several layers leave behind, in one pass."""
@@ -194,22 +223,28 @@ class AnyBackbone(ABC):
         return self.model.parameters()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Backbone(AnyBackbone):
     """A frozen ViT: embed the images, run any range of blocks on any tokens, apply the final norm.
 
     ``model`` is the transformers module (or our own) whose parameters the blocks refer to. ``hooks_normed``: its dense
-    decoder reads the hook layers after the final norm.
+    decoder reads the hook layers after the final norm. ``classifier``: of an image classifier, how it makes logits.
     """
 
-    norm: Norm = field(repr=False)
-    embed_pixels: Callable[[Tensor], Tensor] = field(repr=False)
-    rope_tables: Callable[[TokenLayout], Rope] | None = field(default=None, repr=False)
+    norm: Norm
+    embed_pixels: Callable[[Tensor], Tensor]
+    rope_tables: Callable[[TokenLayout], Rope] | None = None
     hooks_normed: bool = True
+    classifier: Classifier | None = None
 
     @property
     def depth(self) -> int:
         return len(self.blocks)
+
+    @property
+    def reads_patches(self) -> bool:
+        """Whether the model's own output is made of all patch tokens: a depth map, or the logits of their mean."""
+        return bool(self.hook_layers) or (self.classifier is not None and self.classifier.rows is None)
 
     @property
     def dim(self) -> int:
@@ -228,7 +263,7 @@ class Backbone(AnyBackbone):
         if images.ndim != 4 or images.shape[1] != 3:
             raise ImageError(f"images: expected [B, 3, H, W], got {list(images.shape)}.")
         height, width = images.shape[-2:]
-        if height % self.patch_size or width % self.patch_size:
+        if height % self.patch_size or width % self.patch_size or not height or not width:
             fits = [max(1, round(side / self.patch_size)) * self.patch_size for side in (height, width)]
             raise ImageError(
                 f"images: {height}x{width} pixels are not divisible by the patch size {self.patch_size} of "
@@ -239,6 +274,11 @@ class Backbone(AnyBackbone):
     def embed(self, images: Tensor) -> Tensor:
         """Embed images [B, 3, H, W]: the tokens that enter block 0, [B, N, D]."""
         expected = (self.token_layout(images).tokens, self.dim)
+        if not images.is_floating_point():
+            raise ImageError(
+                f"images: expected normalised floats, got {images.dtype}. Pass uint8 images to a probe, which "
+                "normalises them, or use pb.normalised(images / 255, mean, std)."
+            )
         tokens = self.embed_pixels(images.to(device=self.device, dtype=self.dtype))
         if tokens.shape[1:] != expected:  # the number of images stays a variable where this is exported
             raise ModelError(

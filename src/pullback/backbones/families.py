@@ -1,16 +1,14 @@
-"""Each ViT family in two directions: from a model to a `Backbone`, and from a pruned run to the model's own output.
+"""Each ViT family as a `Backbone`: adapters, which take a transformers model (or one of ours) apart.
 
-An adapter takes a transformers model (or one of ours) apart. transformers renames submodules between releases
-(`attention.attention.query` became `attention.q_proj`), so parts are found by the first name that exists. What an
-adapter returns is checked against the model's own forward in the tests.
-
-An assembler makes what the model itself would have returned from the tokens that a pruned run hands over. A family
-without one cannot be pruned in place (`prune` says so), though `run_pruned` runs it.
+transformers renames submodules between releases (`attention.attention.query` became `attention.q_proj`), so parts are
+found by the first name that exists. What an adapter returns is checked against the model's own forward in the tests.
+A model with something on top of its ViT, such as an image classifier, is taken apart as that ViT; what it returns is in
+`outputs.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,8 +17,8 @@ from torch import Tensor, nn
 
 from pullback.backbones.backbone import Backbone, Preprocessing
 from pullback.backbones.block import Affine, Block, Mlp, Norm, Rope
+from pullback.backbones.outputs import as_patches, classifier_of
 from pullback.errors import ModelError
-from pullback.registry import BACKBONES
 from pullback.tokens import TokenLayout
 
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -29,17 +27,18 @@ OPENAI = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.275777
 
 
 def dinov2(model: Any, name: str, family: str = "dinov2", **hooks: Any) -> Backbone:
-    registers = getattr(model.config, "num_register_tokens", 0) or 0
+    tower = _tower(model, "dinov2", "dinov2_with_registers")
+    registers = getattr(tower.config, "num_register_tokens", 0) or 0
     return _backbone(
         name,
         family,
         hooks.pop("owner", model),
-        model,
-        part(model, "encoder.layer", "encoder.layers", "layers"),
-        part(model, "layernorm"),
+        tower,
+        part(tower, "encoder.layer", "encoder.layers", "layers"),
+        part(tower, "layernorm"),
         prefix=1 + registers,
         preprocessing=Preprocessing(*IMAGENET, size=224),
-        embed_pixels=part(model, "embeddings"),
+        embed_pixels=part(tower, "embeddings"),
         **hooks,
     )
 
@@ -74,7 +73,7 @@ def dinov3(model: Any, name: str) -> Backbone:
 
 
 def clip(model: Any, name: str) -> Backbone:
-    tower = optional_part(model, "vision_model") or model
+    tower = _tower(model, "vision_model")
     return _backbone(
         name,
         "clip",
@@ -89,7 +88,7 @@ def clip(model: Any, name: str) -> Backbone:
 
 
 def siglip(model: Any, name: str) -> Backbone:
-    tower = optional_part(model, "vision_model") or model
+    tower = _tower(model, "vision_model")
     return _backbone(
         name,
         "siglip",
@@ -103,18 +102,37 @@ def siglip(model: Any, name: str) -> Backbone:
     )
 
 
+def siglip2(model: Any, name: str) -> Backbone:
+    """SigLIP 2 for images of any shape, "naflex", whose own forward takes patches. Its checkpoints for images of one
+    size are SigLIPs."""
+    tower = _tower(model, "vision_model")
+    embeddings = part(tower, "embeddings")
+    return _backbone(
+        name,
+        "siglip2",
+        model,
+        tower,
+        part(tower, "encoder.layers"),
+        part(tower, "post_layernorm"),
+        prefix=0,
+        preprocessing=Preprocessing(*HALF, size=embeddings.position_embedding_size * tower.config.patch_size),
+        embed_pixels=partial(_embed_patches, embeddings),
+    )
+
+
 def vit(model: Any, name: str, family: str = "vit", prefix: int = 1) -> Backbone:
     normalisation = HALF if family == "vit" else IMAGENET
+    tower = _tower(model, "vit", "deit")
     return _backbone(
         name,
         family,
         model,
-        model,
-        part(model, "layers", "encoder.layer", "encoder.layers"),
-        part(model, "layernorm"),
+        tower,
+        part(tower, "layers", "encoder.layer", "encoder.layers"),
+        part(tower, "layernorm"),
         prefix=prefix,
-        preprocessing=Preprocessing(*normalisation, size=model.config.image_size),
-        embed_pixels=partial(_interpolating, part(model, "embeddings"), None),
+        preprocessing=Preprocessing(*normalisation, size=tower.config.image_size),
+        embed_pixels=partial(_interpolating, part(tower, "embeddings"), None),
     )
 
 
@@ -154,8 +172,9 @@ def part(module: Any, *paths: str) -> Any:
         else:
             return found
     raise ModelError(
-        f"{type(module).__name__}: none of {', '.join(paths)} found. This transformers release lays the model out "
-        "differently; pullback supports 5.17 and later."
+        f"model: {type(module).__name__} has none of {', '.join(paths)}. Expected a ViT of its family (Dinov2Model, "
+        "ViTModel, CLIPVisionModel, ...), an image classifier made of one, or a network with the parts of one; "
+        "transformers is supported from 5.17 on."
     )
 
 
@@ -164,6 +183,11 @@ def optional_part(module: Any, *paths: str) -> Any | None:
         return part(module, *paths)
     except ModelError:
         return None
+
+
+def _tower(model: Any, *names: str) -> Any:
+    """Return the ViT inside a model that has something on top of it, or beside it; of a bare ViT itself."""
+    return optional_part(model, *names) or model
 
 
 def _affine(linear: Any) -> Affine:
@@ -222,128 +246,22 @@ def _backbone(name: str, family: str, model: Any, tower: Any, layers: Any, norm:
         blocks=tuple(_block(layer, config.num_attention_heads) for layer in layers),
         norm=_norm(norm),
         patch_size=patch if isinstance(patch, int) else int(patch[0]),
+        classifier=classifier_of(model, family),
         **kwargs,
     )
+
+
+def _embed_patches(embeddings: Any, pixels: Tensor) -> Tensor:
+    """Embed images [B, 3, H, W] as SigLIP 2 does: positions are resized bilinearly, on a CPU in float32."""
+    grid = [side // embeddings.patch_size for side in pixels.shape[-2:]]
+    side = embeddings.position_embedding_size
+    stored = embeddings.position_embedding.weight
+    square = stored.unflatten(0, (side, side)).permute(2, 0, 1)[None]
+    square = square.float() if square.device.type == "cpu" else square
+    resized = nn.functional.interpolate(square, grid, mode="bilinear", antialias=True)
+    return embeddings.patch_embedding(as_patches(pixels, embeddings.patch_size)) + resized.flatten(2).mT.to(stored)
 
 
 def _interpolating(embeddings: Any, pre_norm: Callable[[Tensor], Tensor] | None, pixels: Tensor) -> Tensor:
     tokens = embeddings(pixels, interpolate_pos_encoding=True)
     return tokens if pre_norm is None else pre_norm(tokens)
-
-
-# What a model returns, from the tokens that a pruned run leaves
-
-# (backbone, F^l by layer, before the final norm, layout) -> the model's own output
-Assemble = Callable[[Backbone, Mapping[int, Tensor], TokenLayout], Any]
-
-
-def _dinov2_output(backbone: Backbone, taps: Mapping[int, Tensor], layout: TokenLayout) -> Any:
-    model: Any = backbone.model
-    if hasattr(model, "finish"):  # our own network
-        return model.finish(taps[backbone.depth - 1])
-    hidden = backbone.norm(taps[backbone.depth - 1])
-    return _with_pooling(hidden, hidden[:, 0])
-
-
-def _vit_output(backbone: Backbone, taps: Mapping[int, Tensor], layout: TokenLayout) -> Any:
-    hidden = backbone.norm(taps[backbone.depth - 1])
-    pooler = getattr(backbone.model, "pooler", None)
-    return _with_pooling(hidden, None if pooler is None else pooler(hidden))
-
-
-def _clip_output(backbone: Backbone, taps: Mapping[int, Tensor], layout: TokenLayout) -> Any:
-    """CLIP normalises the class token alone; last_hidden_state is what left the last block."""
-    hidden = taps[backbone.depth - 1]
-    pooled = backbone.norm(hidden[:, 0])
-    project = getattr(backbone.model, "visual_projection", None)
-    if project is None:
-        return _with_pooling(hidden, pooled)
-    from transformers.models.clip.modeling_clip import CLIPVisionModelOutput
-
-    return CLIPVisionModelOutput(image_embeds=project(pooled), last_hidden_state=hidden)
-
-
-def _depth_anything_output(backbone: Backbone, taps: Mapping[int, Tensor], layout: TokenLayout) -> Any:
-    from transformers.modeling_outputs import DepthEstimatorOutput
-
-    model: Any = backbone.model
-    read = [backbone.norm(taps[layer]) if backbone.hooks_normed else taps[layer] for layer in backbone.hook_layers]
-    depth = model.head(model.neck(read, *layout.grid), *layout.grid)
-    return DepthEstimatorOutput(predicted_depth=depth)
-
-
-def _tiny_scenes_output(backbone: Backbone, taps: Mapping[int, Tensor], layout: TokenLayout) -> Any:
-    model: Any = backbone.model
-    return model.finish([taps[layer] for layer in backbone.hook_layers], taps[backbone.depth - 1], *layout.grid)
-
-
-ASSEMBLE: dict[str, Assemble] = {
-    "dinov2": _dinov2_output,
-    "dinov2-registers": _dinov2_output,
-    "dinov3": _dinov2_output,
-    "vit": _vit_output,
-    "deit": _vit_output,
-    "clip": _clip_output,
-    "depth-anything": _depth_anything_output,
-    "tiny-scenes": _tiny_scenes_output,
-}
-
-
-# The classes whose output the functions above make. Others of the same family (backbones of detectors, classifiers)
-# return something else from the same blocks.
-WHOLE = (
-    "Dinov2Model",
-    "Dinov2WithRegistersModel",
-    "DINOv3ViTModel",
-    "ViTModel",
-    "DeiTModel",
-    "CLIPVisionModel",
-    "CLIPVisionModelWithProjection",
-    "DepthAnythingForDepthEstimation",
-    "Dinov2",
-    "TinyScenes",
-)
-# Their own forward takes images of one size, unless it is asked to interpolate its positions.
-FIXED_SIZE = ("vit", "deit", "clip")
-
-
-def assembler(backbone: Backbone) -> Assemble:
-    if backbone.family not in ASSEMBLE:
-        raise ModelError(
-            f"model: {backbone.family} models cannot be pruned in place yet; known are {', '.join(ASSEMBLE)}. "
-            "pullback.pruning.run_pruned and `pullback prune` run a plan on any backbone."
-        )
-    return ASSEMBLE[backbone.family]
-
-
-def check_output_class(model: nn.Module) -> None:
-    """Refuse a class of a known family whose output is none of the above: a pruned copy would silently return another
-    one. Of other families their adapter, or `assembler`, says what is wrong."""
-    compiled: Any = getattr(model, "_orig_mod", model)  # torch.compile's wrapper returns what is inside
-    config: Any = getattr(model, "config", None)
-    if getattr(config, "model_type", None) not in _known_types() or _is_whole(compiled):
-        return
-    inner = [name for name, child in model.named_children() if _is_whole(child)]
-    fix = (
-        f"Pass model.{inner[0]}, its {type(getattr(model, inner[0])).__name__}, and run what follows on that output"
-        if inner
-        else "Load the weights with one of those: its from_pretrained takes the same folder or hub id"
-    )
-    raise ModelError(
-        f"model: {type(model).__name__} returns something that a pruned copy cannot; expected one of "
-        f"{', '.join(WHOLE)}. {fix}."
-    )
-
-
-def _is_whole(model: nn.Module) -> bool:
-    return any(kind.__name__ in WHOLE for kind in type(model).__mro__)
-
-
-def _known_types() -> set[str]:
-    return {kind for entry in BACKBONES.values() if entry.name in ASSEMBLE for kind in entry.model_types}
-
-
-def _with_pooling(hidden: Tensor, pooled: Tensor | None) -> Any:
-    from transformers.modeling_outputs import BaseModelOutputWithPooling
-
-    return BaseModelOutputWithPooling(last_hidden_state=hidden, pooler_output=pooled)

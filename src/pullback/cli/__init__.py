@@ -9,6 +9,7 @@ import typer
 from pullback import __version__
 from pullback.cli.demo import demo
 from pullback.cli.diagnose import diagnose
+from pullback.cli.look import look
 from pullback.cli.ls import ls
 from pullback.cli.plan import plan
 from pullback.cli.prune import prune
@@ -23,7 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (diagnose, demo, ls, plan, prune, targets):
+for command in (diagnose, demo, look, ls, plan, prune, targets):
     app.command()(command)
 app.add_typer(train)
 

@@ -2,51 +2,73 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, get_type_hints
 
 import typer
+from typer.models import OptionInfo
 
-from pullback.errors import PullbackError
+from pullback.errors import HEAD, FileError, PullbackError, counted
 from pullback.report.console import console
 from pullback.report.progress import ProgressDisplay
 from pullback.report.wording import NO_FIGURES
+from pullback.runs.documents import PAGE
+from pullback.runs.files import check_folder
+from pullback.runs.folder import check_kind
 
 if TYPE_CHECKING:
     from pullback.probes import ProbeMap
 
-BAD_INPUT, INTERRUPTED = 2, 130
+FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+"""Exit codes: the machine's fault (a full disk, a damaged file, too little memory), the command's, and Ctrl-C."""
+_OF_THE_COMMAND = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
+_KINDS = {"head": "train", "spn": "train"}
+_OTHER_NAMES = {"path": "images", "source": "images"}
+"""What functions call the images. Where a command reads other ones too, it says so by `errors.naming`."""
 PRUNE_VIEWS = ("pb.prune_views(model, score, ratio=..., stages=...)", "docs/guide/vggt-pruning.md")
 """What to use for a VGGT in place of the commands about pruning, and the page about it."""
 
 
 @contextmanager
-def running(out: Path | None = None) -> Iterator[ProgressDisplay]:
+def running(out: Path | None = None, command: Callable[..., None] | None = None) -> Iterator[ProgressDisplay]:
     """Surround a command: show its progress, prepare to import torch, and turn errors into messages.
 
-    ``out``: the folder in which finished parts are kept if something fails.
+    ``out``: the folder in which finished parts are kept if something fails; one that cannot be written, or holds the
+    results of another command, is refused at once. ``command``: the function, whose options messages name.
     """
-    with ProgressDisplay(console(stderr=True)) as progress, reported(progress, out):
+    with ProgressDisplay(console(stderr=True)) as progress, reported(progress, out, command):
+        if out is not None:
+            check_folder(out)
+        if out is not None and command is not None:
+            check_kind(out, _KINDS.get(command.__name__, command.__name__))
         progress.stage("loading torch")
         prepare()
         yield progress
 
 
 @contextmanager
-def reported(progress: ProgressDisplay, out: Path | None = None) -> Iterator[None]:
+def reported(
+    progress: ProgressDisplay, out: Path | None = None, command: Callable[..., None] | None = None
+) -> Iterator[None]:
     """Print one readable line instead of a traceback for everything that the user or the machine can cause."""
     try:
         yield
     except KeyboardInterrupt:
         _fail("interrupted", progress, out, INTERRUPTED)
-    except (PullbackError, OSError) as error:
-        _fail(f"error: {error}", progress, out, BAD_INPUT)
+    except FileError as error:
+        _fail(f"error: {in_options(str(error), command)}", progress, out, FAILED)
+    except PullbackError as error:
+        _fail(f"error: {in_options(str(error), command)}", progress, out, BAD_INPUT)
+    except OSError as error:
+        reason = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
+        _fail(f"error: {reason}", progress, out, BAD_INPUT if error.errno in _OF_THE_COMMAND else FAILED)
     except (RuntimeError, MemoryError) as error:
         from pullback.operators.execution import is_out_of_memory
 
@@ -56,7 +78,32 @@ def reported(progress: ProgressDisplay, out: Path | None = None) -> Iterator[Non
             "error: out of memory, though one sample at a time was tried. Use a smaller --size or --rank, a decoder "
             "with a smaller output (depth-8x8 for depth), or another --device."
         )
-        _fail(message, progress, out, BAD_INPUT)
+        _fail(message, progress, out, FAILED)
+
+
+def in_options(message: str, command: Callable[..., None] | None) -> str:
+    """Write the arguments that a message begins with as the command's options: "held_out: …" as "--held-out: …". A
+    name that is no option of it stays."""
+    head = HEAD.match(message)
+    if head is None or command is None:
+        return message
+    hints = get_type_hints(command, include_extras=True)
+    names = [_OTHER_NAMES.get(name, name) for name in head[0].split(", ")]
+    if not all(name in hints for name in names):
+        return message
+    typed = (f"--{name.replace('_', '-')}" if _is_option(hints[name]) else name for name in names)
+    return ", ".join(typed) + message[head.end() :]
+
+
+def _is_option(hint: object) -> bool:
+    return any(isinstance(part, OptionInfo) for part in getattr(hint, "__metadata__", ()))
+
+
+def kept(error: BaseException, count: int, unit: str, of: str = "") -> str:
+    """Write what is kept of a run that ends with this error, such as "3 images of L04", and that the same command goes
+    on from there: it does, unless the error comes again with the same command."""
+    goes_on = isinstance(error, (KeyboardInterrupt, OSError, MemoryError))
+    return counted(count, unit) + of + ("; the same command goes on from there" if goes_on else "")
 
 
 def _fail(message: str, progress: ProgressDisplay, out: Path | None, code: int) -> NoReturn:
@@ -93,6 +140,13 @@ def say(text: str, style: str = "", *, stderr: bool = False) -> None:
 def say_written(out: Path, files: Sequence[str], figures: Sequence[str]) -> None:
     """Print what a run has left in its folder, and why there are no figures if there are none."""
     say(f"written to {out}/: {', '.join([*files, *figures])}", "bold")
+    say_page(out, figures)
+
+
+def say_page(out: Path, figures: Sequence[str]) -> None:
+    """Print where the page of a run is, or why there are no figures if there are none."""
+    if PAGE in figures:
+        say(f"open {(out / PAGE).resolve().as_uri()}", "bold")
     if not figures:
         say(NO_FIGURES, "yellow")
 

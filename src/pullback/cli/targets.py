@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from pullback.cli import options
-from pullback.cli.common import load_any_probe, parse_size, refuse_scenes, running, say
-from pullback.report.progress import ProgressDisplay
-from pullback.report.wording import counted
+from pullback.cli.common import kept, load_any_probe, parse_size, refuse_scenes, running, say
+from pullback.errors import PullbackError, counted
 from pullback.runs.documents import layer_name
 
 if TYPE_CHECKING:
@@ -38,11 +36,13 @@ def targets(
     precision: options.Precision = "float32",
     device: options.Device = "auto",
     seed: options.Seed = 0,
-    shard_size: Annotated[int, typer.Option(min=1, help="Rows per file: what an interruption can lose.")] = 256,
+    shard_size: Annotated[
+        int, typer.Option(min=1, help="Rows per file; a file is also closed after 30 s of work.")
+    ] = 256,
     keep_modes: Annotated[bool, typer.Option("--keep-modes", help="Store the modes too, 2 r N D bytes a row.")] = False,
     distance: options.Distance = None,
     engine: Annotated[
-        Literal["local", "ray"], typer.Option(help="ray: on all GPUs of a Ray cluster (pip install 'pullback[ray]').")
+        Literal["local", "ray"], typer.Option(help="ray: on all GPUs of a Ray cluster; it needs the extra `ray`.")
     ] = "local",
     workers: Annotated[
         int | None, typer.Option(min=1, help="Workers of the ray engine.", show_default="one per GPU")
@@ -50,17 +50,28 @@ def targets(
 ) -> None:
     """Compute singular values, token importance and block norms of many images, as Parquet for training heads."""
     begun = time.perf_counter()
-    with running(out) as progress:
+    with running(out, targets) as progress:
         refuse_scenes(model, "targets", "pb.targets_of(probe, probe.features(scenes))")
+        import torch
+
         from pullback.data.sources import open_source
+        from pullback.geometry.duration import announce
         from pullback.targets.compute import compute_targets
 
-        progress.stage(f"loading {model}")
-        place = "cpu" if engine == "ray" else device  # on a cluster the workers have the GPUs
-        probe = load_any_probe(model, decoder, layer, place, distance)
+        pixels = parse_size(size)
         progress.stage(f"listing {images}")
         source = open_source(images)
         before = _rows(out)
+        progress.stage(f"loading {model}")
+        place = "cpu" if engine == "ray" else device  # on a cluster the workers have the GPUs
+        probe = load_any_probe(model, decoder, layer, place, distance)
+        name, expected = layer_name(probe.layer), _expected(source, limit, crops, before)
+        if engine == "local" and expected:
+            noise = torch.randn(1, 3, *probe.backbone.pixel_format(pixels).size)
+            announce(
+                progress, {name: (probe, expected)}, noise, rank, method, precision=precision, with_effective_rank=False
+            )
+        progress.work(name, expected, "images")
         try:
             store = compute_targets(
                 probe,
@@ -68,7 +79,7 @@ def targets(
                 out=out,
                 rank=rank,
                 method=method,
-                size=parse_size(size),
+                size=pixels,
                 crops=crops,
                 limit=limit,
                 seed=seed,
@@ -77,12 +88,11 @@ def targets(
                 shard_size=shard_size,
                 engine=engine,
                 workers=workers,
-                on_progress=_watch(progress, layer_name(probe.layer), _expected(source, limit, crops, before)),
+                on_progress=progress.advance,
             )
-        except BaseException:
-            kept = _rows(out)
-            if kept:
-                progress.done.append(f"{kept:,} rows; the same command goes on from there")
+        except BaseException as error:
+            if (rows := _rows(out)) > (before if isinstance(error, PullbackError) else 0):
+                progress.done.append(kept(error, rows, "row"))
             progress.current = None
             raise
     _print_summary(store, before, time.perf_counter() - begun)
@@ -90,7 +100,6 @@ def targets(
 
 def _rows(out: Path) -> int:
     """Count the rows that are in the store already; 0 where there is none, or none that can be opened."""
-    from pullback.errors import PullbackError
     from pullback.targets.store import TargetStore
 
     try:
@@ -106,30 +115,14 @@ def _expected(source: Source, limit: int | None, crops: int, before: int) -> int
     return max(0, min(source.count, limit or source.count) * max(1, crops) - before)
 
 
-def _watch(progress: ProgressDisplay, name: str, expected: int | None) -> Callable[[int], None]:
-    """Show a bar where the number of rows is known, a growing count where it is not."""
-    done = 0
-
-    def count(rows: int) -> None:
-        nonlocal done
-        done += rows
-        progress.stage(f"targets at {name}: {done:,} rows")
-
-    if expected is None:
-        progress.stage(f"targets at {name}")
-        return count
-    progress.work(name, expected, "images")
-    return progress.advance
-
-
 def _print_summary(store: TargetStore, before: int, seconds: float) -> None:
     """Print the size of the store, the speed of this run, and what was skipped."""
     rows, skipped = len(store), store.skipped
     new, size = rows - before, sum(path.stat().st_size for path in store.shards)
-    say(f"{rows:,} rows in {len(store.shards)} shards, {new:,} of them new", "bold")
+    say(f"{counted(rows, 'row')} in {counted(len(store.shards), 'shard')}, {new:,} of them new", "bold")
     if new:
         speed = f"{seconds:.1f} s, {new / seconds:.3g} images/s in this run"
-        say(f"{speed}; {store.products.total:,} products per image ({store.method})")
+        say(f"{speed}; {counted(store.products.total, 'product')} per image ({store.method})")
     say(f"{size / max(1, rows):,.0f} bytes per row, {size / 1e6:,.1f} MB in all")
     if skipped:
         say(f"skipped {counted(len(skipped), 'image')}:", "yellow")

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from pullback.cli import options
-from pullback.cli.common import load_any_probe, parse_size, refuse_scenes, running, say
-from pullback.errors import PullbackError
+from pullback.cli.common import load_any_probe, parse_size, refuse_scenes, running, say, say_page
+from pullback.errors import PullbackError, naming
+from pullback.report.drawing import Drawing
 from pullback.report.progress import ProgressDisplay
 
 if TYPE_CHECKING:
+    from pullback.learning.fit import FitConfig
     from pullback.learning.pretrained import Pretrained
     from pullback.targets.store import TargetStore
 
@@ -71,13 +74,17 @@ def head(
     device: options.Device = "auto",
 ) -> None:
     """Train an importance head on stored targets. The same command goes on from its checkpoint; torchrun works."""
-    with _run(out, device) as (progress, place):
-        from pullback.learning.fit import FitConfig
+    with _run(out, device, head) as (progress, place):
         from pullback.learning.head import ImportanceHead
         from pullback.learning.train_head import train_head
-        from pullback.targets.store import TargetStore
 
-        stores = [TargetStore.open(folder) for folder in targets]
+        config = _config(locals())
+        with naming("targets"):
+            stores = [_store(folder) for folder in targets]
+        with naming("held_out"):
+            judge = _held_out(held_out)
+        with naming("start"):
+            begun = None if start is None else ImportanceHead.from_pretrained(start)
         name = model or stores[0].config["model"]
         refuse_scenes(name, "train head", _OF_SCENES)
         progress.stage(f"loading {name}")
@@ -85,23 +92,15 @@ def head(
         fitted = train_head(
             probe,
             stores,
-            _held_out(held_out),
+            judge,
             images=images,
             width=width,
             heads=heads,
             target=target,
             rank_weight=rank_weight,
-            start=None if start is None else ImportanceHead.from_pretrained(start),
+            start=begun,
             keep_features=not recompute_features,
-            config=FitConfig(
-                steps=steps,
-                batch=batch,
-                learning_rate=learning_rate,
-                validate_every=validate_every,
-                patience=patience,
-                precision=precision,
-                seed=seed,
-            ),
+            config=config,
             out=out,
             tensorboard=tensorboard,
             progress=progress,
@@ -145,37 +144,32 @@ def spn(
     device: options.Device = "auto",
 ) -> None:
     """Train a Spectral Pullback Network on Jacobian products. The same command goes on; torchrun works."""
-    with _run(out, device) as (progress, place):
+    with _run(out, device, spn) as (progress, place):
         refuse_scenes(model, "train spn", _OF_SCENES)
         from pullback.data.sources import open_source
-        from pullback.learning.fit import FitConfig
         from pullback.learning.train_spn import train_spn
 
+        config = _config(locals())
+        pixels, pictures = parse_size(size), open_source(images)
+        with naming("held_out"):
+            judge = open_source(held_out)
         progress.stage(f"loading {model}")
         probe = load_any_probe(model, decoder, layer, place)
         fitted = train_spn(
             probe,
-            open_source(images),
-            open_source(held_out),
+            pictures,
+            judge,
             rank=rank,
             width=width,
             heads=heads,
             supervision=supervision,
             power_iters=power_iters,
             sketch_width=sketch_width,
-            size=parse_size(size),
+            size=pixels,
             limit=limit,
             keep_features=not recompute_features,
             constant_images=constant_images,
-            config=FitConfig(
-                steps=steps,
-                batch=batch,
-                learning_rate=learning_rate,
-                validate_every=validate_every,
-                patience=patience,
-                precision=precision,
-                seed=seed,
-            ),
+            config=config,
             out=out,
             tensorboard=tensorboard,
             progress=progress,
@@ -183,13 +177,20 @@ def spn(
         _finish(fitted, out)
 
 
+def _config(given: Mapping[str, Any]) -> FitConfig:
+    """Return what both commands say of the training loop, by their options of the same names."""
+    from pullback.learning.fit import FitConfig as Config
+
+    return Config(**{field.name: given[field.name] for field in fields(Config) if field.name in given})
+
+
 @contextmanager
-def _run(out: Path, device: str) -> Iterator[tuple[ProgressDisplay, str]]:
+def _run(out: Path, device: str, command: Callable[..., None]) -> Iterator[tuple[ProgressDisplay, str]]:
     """Surround both commands: progress, messages, and the device of this process."""
-    with running(out) as progress, _processes(device) as place:
+    with running(out, command) as progress, _processes(device) as place:
         try:
             yield progress, place
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, OSError):
             if (out / "checkpoint.pt").is_file():
                 progress.done.append("the last checkpoint; the same command goes on from there")
                 progress.current = None
@@ -216,15 +217,27 @@ def _processes(device: str) -> Iterator[str]:
 
 def _held_out(text: str) -> TargetStore | float:
     """Read a share such as 0.1, or open the store of targets in a folder."""
+    try:
+        share = float(text)
+    except ValueError:
+        if not Path(text).is_dir():
+            raise PullbackError(
+                f"held_out: expected a store of targets or a share such as 0.1, got {text!r}."
+            ) from None
+        return _store(Path(text))
+    if not 0 < share < 1:
+        raise PullbackError(f"held_out: expected a share between 0 and 1, or a store of its own, got {share}.")
+    return share
+
+
+def _store(folder: Path) -> TargetStore:
+    """Open a store of targets that has rows."""
     from pullback.targets.store import TargetStore as Store
 
-    try:
-        return float(text)
-    except ValueError:
-        pass
-    if not Path(text).is_dir():
-        raise PullbackError(f"held-out: expected a store of targets or a share such as 0.1, got {text!r}.")
-    return Store.open(text)
+    store = Store.open(folder)
+    if not len(store):
+        raise PullbackError(f"folder: {folder} holds no rows yet. Run `pullback targets` to the end first.")
+    return store
 
 
 def _finish(model: Pretrained, out: Path) -> None:
@@ -235,3 +248,5 @@ def _finish(model: Pretrained, out: Path) -> None:
     for name, value in model.config.scores.items():
         say(f"{name.replace('_', ' ')}: {value:.4g}")
     say(f"written to {folder}/", "bold")
+    with Drawing() as drawing:
+        say_page(out, drawing.draw(out))

@@ -13,6 +13,7 @@ from pullback.data.images import (
     normalised,
     read_images,
 )
+from pullback.data.pictures import Pictures, as_pixels
 from pullback.data.sources import Source, open_source
 
 __all__ = [
@@ -20,9 +21,11 @@ __all__ = [
     "IMAGENET_STD",
     "Crop",
     "ImageBatch",
+    "Pictures",
     "PixelFormat",
     "SkippedImage",
     "Source",
+    "as_pixels",
     "find_images",
     "iter_images",
     "load_images",

@@ -8,20 +8,23 @@ of pictures (crops, views of scenes) are built from the same parts: `upright`, `
 from __future__ import annotations
 
 import glob
+import itertools
 import os
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
-from typing import BinaryIO, TypeAlias
+from typing import Any, BinaryIO, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
-from pullback.errors import ImageError
+from pullback.checks import of_kind, shown, whole_number
+from pullback.errors import ImageError, counted
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -57,11 +60,11 @@ class PixelFormat:
         interpolation: str = "bicubic",
     ) -> PixelFormat:
         """Check the values and build the format; an int ``size`` is the side of a square."""
-        if not hasattr(Image.Resampling, interpolation.upper()):
+        if not isinstance(interpolation, str) or not hasattr(Image.Resampling, interpolation.upper()):
             names = ", ".join(choice.name.lower() for choice in Image.Resampling)
             raise ImageError(f"interpolation={interpolation!r}: expected one of {names}.")
-        if len(mean) != 3 or len(std) != 3 or min(std) <= 0:
-            raise ImageError(f"mean={tuple(mean)}, std={tuple(std)}: expected three numbers each, std positive.")
+        if not _three_numbers(mean) or not _three_numbers(std) or min(std) <= 0:
+            raise ImageError(f"mean={shown(mean)}, std={shown(std)}: expected three numbers each, std positive.")
         return cls(checked_size(size), tuple(mean), tuple(std), interpolation)
 
     @property
@@ -108,9 +111,36 @@ class ImageBatch:
             warnings.warn(message, stacklevel=stacklevel + 1)
 
 
-def load_images(path: ImageSource, size: int | tuple[int, int] = 224, limit: int | None = None) -> Tensor:
-    """Read images as one ImageNet-normalised float32 batch [B, 3, H, W]; unusable files are named in one warning."""
-    batch = read_images(path, size, limit=limit)
+@runtime_checkable
+class ForNetwork(Protocol):
+    """A probe or a backbone, as far as reading is concerned."""
+
+    def pixel_format(self, size: int | tuple[int, int] | None = None) -> PixelFormat: ...
+
+
+def load_images(
+    path: ImageSource,
+    probe: ForNetwork | int | tuple[int, int] | None = None,
+    limit: int | None = None,
+    *,
+    size: int | tuple[int, int] | None = None,
+) -> Tensor:
+    """Read images as one float32 batch [B, 3, H, W]; unusable files are named in one warning.
+
+    With a ``probe`` (or a backbone) they are normalised and sized as its network wants them. Without one they are
+    normalised for ImageNet, at ``size`` (a side or (height, width), by default 224; also as the second argument), which
+    is right for DINOv2 and wrong for CLIP, SigLIP and others.
+    """
+    if isinstance(probe, ForNetwork):
+        wanted = probe.pixel_format(size)
+    elif probe is None or (size is None and isinstance(probe, int | float | tuple | list)):
+        given = probe if size is None else size
+        wanted = PixelFormat.of(224 if given is None else given)
+    else:
+        raise ImageError(
+            f"probe: expected a probe or a backbone, got {shown(probe)}. Load it first: probe = pb.load_probe(model)."
+        )
+    batch = _collected(path, wanted, limit)
     batch.warn_skipped(stacklevel=2)
     return batch.pixels
 
@@ -136,11 +166,14 @@ def read_images(
     Pictures are turned upright by their EXIF orientation. Gray, palette, CMYK and 16-bit images become 8-bit RGB;
     an alpha channel is dropped, not blended; of an animation the first frame is taken.
     """
+    return _collected(path, PixelFormat.of(size, mean, std, interpolation), limit)
+
+
+def _collected(path: ImageSource, wanted: PixelFormat, limit: int | None) -> ImageBatch:
     pixels: list[Tensor] = []
     paths: list[Path] = []
     skipped: list[SkippedImage] = []
-    images = iter_images(path, size, mean=mean, std=std, limit=limit, interpolation=interpolation)
-    for file, image in images:
+    for file, image in stream_images(path, wanted, limit):
         if isinstance(image, SkippedImage):
             skipped.append(image)
         else:
@@ -148,7 +181,7 @@ def read_images(
             paths.append(file)
     if not pixels:
         raise ImageError(
-            f"path={_show(path)}: expected at least one readable image, but none of the {len(skipped)} files "
+            f"path={_show(path)}: expected at least one readable image, but none of {counted(len(skipped), 'file')} "
             f"could be used: {_listing(skipped)}. Replace these files or give another path."
         )
     return ImageBatch(torch.stack(pixels), tuple(paths), tuple(skipped))
@@ -174,40 +207,110 @@ def stream_images(
     path: ImageSource, wanted: PixelFormat, limit: int | None = None
 ) -> Iterator[tuple[Path, Tensor | SkippedImage]]:
     """Stream images as `iter_images` does, in a pixel format."""
-    if limit is not None and limit < 1:
-        raise ImageError(f"limit={limit}: expected a positive number of images, or None for all of them.")
-    return _stream(find_images(path), wanted, limit)
+    if limit is not None:
+        wish = "a positive number of images, or None for all of them"
+        limit = whole_number(f"limit={shown(limit)}", limit, expected=wish, error=ImageError)
+    return _stream(search_images(path), wanted, limit)
+
+
+@dataclass(frozen=True)
+class FoundImages:
+    """Image files, and the folders on the way that were not entered."""
+
+    files: tuple[Path, ...]
+    unread: tuple[SkippedImage, ...] = ()
 
 
 def find_images(path: ImageSource) -> list[Path]:
     """List the image files behind a file, folder, glob or list of these; raise ImageError when there are none.
 
-    A file named directly is listed whatever its extension; folders and globs are filtered by EXTENSIONS.
+    A file named directly is listed whatever its extension; folders and globs are filtered by EXTENSIONS. Folders that
+    cannot be read are named in one warning.
     """
-    sources = [path] if isinstance(path, str | os.PathLike) else list(path)
-    files = [file for source in sources for file in _expand(source)]
+    found = search_images(path)
+    if found.unread:
+        warnings.warn(f"not searched: {_listing(found.unread)}", stacklevel=2)
+    return list(found.files)
+
+
+def search_images(path: ImageSource) -> FoundImages:
+    """List image files as `find_images` does, together with the folders that could not be searched."""
+    path = as_paths(path)
+    found = [_expand(source) for source in path]
+    files = tuple(file for part in found for file in part.files)
+    unread = tuple(dict.fromkeys(folder for part in found for folder in part.unread))
     if not files:
+        closed = f" Not searched: {_listing(unread)}." if unread else ""
         raise ImageError(
             f"path={_show(path)}: no image found; looked for {' '.join(EXTENSIONS)} (folders are searched "
-            "recursively). Give a folder that holds images, a single image file, or a glob such as 'photos/*.jpg'."
+            f"recursively).{closed} Give a folder that holds images, a single image file, or a glob such as "
+            "'photos/*.jpg'."
         )
-    return files
+    return FoundImages(files, unread)
 
 
-def _expand(source: PathLike) -> list[Path]:
-    path = Path(source).expanduser()
-    if path.is_file():
-        return [path]
-    if path.is_dir():
-        found = [Path(folder, name) for folder, _, names in os.walk(path) for name in names]
-        return sorted(f for f in found if _is_image_name(f) and not _is_hidden(f.relative_to(path)))
-    if any(wildcard in str(path) for wildcard in "*?["):
-        matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
-        return [match for match in matches if match.is_file() and _is_image_name(match)]
+def as_paths(path: ImageSource) -> list[PathLike]:
+    """Return one path, or several, as a list; refuse what is no path."""
+    one = isinstance(path, str | os.PathLike) or not isinstance(path, Iterable)
+    paths: list[Any] = [path] if one else list(path)  # type: ignore[arg-type]
+    wrong = [part for part in paths if not isinstance(part, str | os.PathLike) or os.fspath(part) == ""]
+    if wrong:
+        raise ImageError(f"path: expected a file, a folder, a glob or a list of these, got {shown(wrong[0])}.")
+    return paths
+
+
+def _expand(source: PathLike) -> FoundImages:
+    try:
+        path = Path(source).expanduser()
+        if path.is_file():
+            return FoundImages((path,))
+        if path.is_dir():
+            return _walk(path)
+    except (OSError, ValueError, RuntimeError) as error:  # a name too long, with a null byte, of an unknown user
+        raise ImageError(f"path={str(source)!r:.200}: {error}. Expected an image file, a folder or a glob.") from None
+    if "**" in path.parts:
+        fixed = Path(*itertools.takewhile(lambda part: not _has_wildcard(part), path.parts))
+        pattern = path.parts[len(fixed.parts) :]
+        found = _walk(fixed) if fixed.is_dir() else FoundImages(())
+        matching = (file for file in found.files if _matches(file.relative_to(fixed).parts, pattern))
+        return FoundImages(tuple(matching), found.unread)
+    if _has_wildcard(str(path)):
+        matches = [Path(match) for match in sorted(glob.glob(str(path)))]
+        return FoundImages(tuple(match for match in matches if match.is_file() and _is_image_name(match)))
     raise ImageError(
         f"path={str(source)!r}: no such file or folder (current folder: {Path.cwd()}). "
         "Expected an image file, a folder, a glob or a list of these; check the spelling."
     )
+
+
+def _walk(root: Path) -> FoundImages:
+    """List the images in a folder and below, sorted; links to folders are not entered, so that none can lead back."""
+    files: list[Path] = []
+    unread: list[SkippedImage] = []
+
+    def closed(error: OSError) -> None:
+        unread.append(SkippedImage(Path(error.filename), f"folder that cannot be read: {error.strerror or error}"))
+
+    for folder, inside, names in os.walk(root, onerror=closed):
+        files += [Path(folder, name) for name in names]
+        links = [Path(folder, name) for name in inside if Path(folder, name).is_symlink()]
+        unread += [SkippedImage(link, "link to a folder, not entered; name it by itself") for link in links]
+    visible = (file for file in files if _is_image_name(file) and not _is_hidden(file.relative_to(root)))
+    named = (folder for folder in unread if not _is_hidden(folder.path.relative_to(root)))
+    return FoundImages(tuple(sorted(visible)), tuple(sorted(named, key=lambda folder: folder.path)))
+
+
+def _has_wildcard(part: str) -> bool:
+    return any(wildcard in part for wildcard in "*?[")
+
+
+def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Whether the parts of a path match those of a glob, in which ** stands for any number of folders."""
+    if not pattern or not parts:
+        return not parts and all(part == "**" for part in pattern)
+    if pattern[0] == "**":
+        return _matches(parts, pattern[1:]) or _matches(parts[1:], pattern)
+    return fnmatch(parts[0], pattern[0]) and _matches(parts[1:], pattern[1:])
 
 
 def _is_image_name(path: Path) -> bool:
@@ -218,11 +321,10 @@ def _is_hidden(relative: Path) -> bool:
     return any(part.startswith(".") for part in relative.parts)
 
 
-def _stream(
-    files: Sequence[Path], wanted: PixelFormat, limit: int | None
-) -> Iterator[tuple[Path, Tensor | SkippedImage]]:
+def _stream(found: FoundImages, wanted: PixelFormat, limit: int | None) -> Iterator[tuple[Path, Tensor | SkippedImage]]:
+    yield from ((folder.path, folder) for folder in found.unread)
     good = 0
-    for file in files:
+    for file in found.files:
         try:
             if file.stat().st_size == 0:
                 raise Unusable("empty file (0 bytes)")
@@ -251,7 +353,7 @@ def reason_of(error: Exception) -> str:
     return f"cannot be decoded: {error or type(error).__name__}"
 
 
-def centre_crop(file: Path | BinaryIO, wanted: PixelFormat) -> Image.Image:
+def centre_crop(file: Path | BinaryIO | Image.Image, wanted: PixelFormat) -> Image.Image:
     """Open an image, turn it upright, convert it to RGB, resize and crop; its size is checked before decoding."""
     with upright(file) as image:
         scaled = _scaled_size(image.width, image.height, wanted.size)
@@ -265,14 +367,20 @@ def centre_crop(file: Path | BinaryIO, wanted: PixelFormat) -> Image.Image:
 
 
 @contextmanager
-def upright(file: Path | BinaryIO) -> Iterator[Image.Image]:
-    """Open an image and turn it by its EXIF orientation; one with too many pixels is refused before decoding."""
-    with Image.open(file, formats=_FORMATS) as image:
+def upright(file: Path | BinaryIO | Image.Image) -> Iterator[Image.Image]:
+    """Open an image and turn it by its EXIF orientation; one with too many pixels is refused before decoding.
+
+    An image that is open already stays open.
+    """
+    opened = nullcontext(file) if isinstance(file, Image.Image) else Image.open(file, formats=_FORMATS)
+    with opened as image:
         _check_pixels(image.width, image.height, "has")
         yield ImageOps.exif_transpose(image)
 
 
 def _check_pixels(width: int, height: int, verb: str) -> None:
+    if not width or not height:
+        raise Unusable(f"{verb} {width}×{height} pixels")
     if width * height > MAX_PIXELS:
         raise Unusable(f"image bomb: {verb} {width}×{height} = {width * height} pixels, the limit is {MAX_PIXELS}")
 
@@ -305,15 +413,24 @@ def to_tensor(rgb: Image.Image) -> Tensor:
 
 def normalised(rgb: Tensor, mean: Sequence[float] = IMAGENET_MEAN, std: Sequence[float] = IMAGENET_STD) -> Tensor:
     """Subtract the mean of pictures [..., 3, H, W] in [0, 1] and divide by std, ImageNet's unless told otherwise."""
+    of_kind("rgb", rgb, Tensor, "pictures [..., 3, H, W] in [0, 1] as a tensor", ImageError)
+    if not rgb.is_floating_point():
+        raise ImageError(f"rgb: expected floats in [0, 1], got {rgb.dtype}. Of uint8 use rgb / 255.")
+    if rgb.ndim < 3 or rgb.shape[-3] != 3:
+        raise ImageError(f"rgb: expected [..., 3, H, W], got {list(rgb.shape)}.")
     centre, spread = (rgb.new_tensor(values).view(3, 1, 1) for values in (mean, std))
     return (rgb - centre) / spread
+
+
+def _three_numbers(values: object) -> bool:
+    return isinstance(values, Sequence) and len(values) == 3 and all(isinstance(v, int | float) for v in values)
 
 
 def checked_size(size: int | tuple[int, int]) -> tuple[int, int]:
     """Return (height, width) of a side in pixels or a pair of them; refuse anything else."""
     sides = tuple(size) if isinstance(size, tuple | list) else (size, size)
     if len(sides) != 2 or not all(isinstance(side, int) and not isinstance(side, bool) and side > 0 for side in sides):
-        raise ImageError(f"size={size!r}: expected a positive number of pixels or (height, width), such as 224.")
+        raise ImageError(f"size={shown(size)}: expected a positive number of pixels or (height, width), such as 224.")
     return sides
 
 
@@ -326,5 +443,8 @@ def _listing(skipped: Sequence[SkippedImage]) -> str:
 def _show(path: ImageSource) -> str:
     if isinstance(path, str | os.PathLike):
         return repr(os.fspath(path))
-    shown = ", ".join(repr(os.fspath(p)) for p in list(path)[:_NAMED_IN_MESSAGES])
-    return f"[{shown}{', …' if len(path) > _NAMED_IN_MESSAGES else ''}]"
+    parts = list(path)
+    if len(parts) == 1:
+        return repr(os.fspath(parts[0]))
+    named = ", ".join(repr(os.fspath(part)) for part in parts[:_NAMED_IN_MESSAGES])
+    return f"[{named}{', …' if len(parts) > _NAMED_IN_MESSAGES else ''}]"

@@ -19,7 +19,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
-from pullback.data.images import EXTENSIONS, ImageSource, Unusable, find_images
+from pullback.data.images import EXTENSIONS, FoundImages, ImageSource, Unusable, as_paths, search_images
 from pullback.errors import ImageError
 
 HF = "hf://"
@@ -122,9 +122,10 @@ def open_source(path: ImageSource | Source) -> Source:
     """
     if isinstance(path, Source):
         return path
+    paths = [os.fspath(part) for part in as_paths(path)]
     if not isinstance(path, str | os.PathLike):
-        return _several([os.fspath(part) for part in path])
-    name = os.fspath(path)
+        return _several(paths)
+    name = paths[0]
     if name.startswith(HF):
         return _hugging_face(name)
     name = str(Path(name))  # the same with and without a slash at its end
@@ -137,19 +138,30 @@ def open_source(path: ImageSource | Source) -> Source:
             "Expected plain .tar files: unpack them once with gunzip."
         )
     if name.endswith(".tar"):
-        return _tars(name, _expand_tars(name), _fixed_part(name))
+        return _tars(name, _expand_tars(name), fixed_part(name))
     if folder.suffix in LISTS and folder.is_file():
         return _text_list(name, folder)
-    files = find_images(name)
-    root = folder.parent if folder.is_file() else _fixed_part(name)
+    files = search_images(name)
+    root = folder.parent if folder.is_file() else fixed_part(name)
     return _files(name, files, root)
+
+
+def place_of(name: str) -> str:
+    """Return the name of a source as it is from every folder: absolute, without links. Names of the hub stay."""
+    if name == LISTED:
+        return name
+    if not name.startswith(HF):
+        return str(Path(name).expanduser().resolve())
+    dataset, colon, split = name.removeprefix(HF).rpartition(":")
+    folder = Path(dataset if colon else split).expanduser()
+    return f"{HF}{folder.resolve()}{colon}{split if colon else ''}" if folder.is_dir() else name
 
 
 def _several(paths: Sequence[str]) -> Source:
     name = LISTED
     if paths and all(path.endswith(".tar") for path in paths):
         return _tars(name, [tar for path in paths for tar in _expand_tars(path)], None)
-    return _files(name, find_images(paths), None)
+    return _files(name, search_images(paths), None)
 
 
 def _folder(name: str, folder: Path) -> Source:
@@ -157,20 +169,22 @@ def _folder(name: str, folder: Path) -> Source:
         return _hugging_face(f"{HF}{name}", name)
     tars = sorted(folder.glob("*.tar"))
     try:
-        return _files(name, find_images(folder), folder)
+        return _files(name, search_images(folder), folder)
     except ImageError:
         if not tars:
             raise
     return _tars(name, tars, folder)
 
 
-def _files(name: str, files: Sequence[Path], root: Path | None) -> Source:
-    files = list(dict.fromkeys(files))
+def _files(name: str, found: FoundImages, root: Path | None) -> Source:
+    """Files, after the folders that could not be searched: these are recorded as images that cannot be read are."""
+    files = list(dict.fromkeys(found.files))
 
     def items() -> Iterator[ImageItem]:
-        return (FileItem(_key(file, root), str(file.absolute())) for file in files)
+        yield from (BrokenItem(_key(folder.path, root), folder.reason) for folder in found.unread)
+        yield from (FileItem(_key(file, root), str(file.absolute())) for file in files)
 
-    return Source(name, items, len(files))
+    return Source(name, items, len(files) + len(found.unread))
 
 
 def _text_list(name: str, file: Path) -> Source:
@@ -233,7 +247,7 @@ def _expand_braces(pattern: str) -> list[str]:
     return [name for head in heads for name in _expand_braces(head)]
 
 
-def _fixed_part(pattern: str) -> Path:
+def fixed_part(pattern: str) -> Path:
     """Return the folder before the first wildcard or brace."""
     parts = Path(pattern).expanduser().parts[:-1]
     return Path(*itertools.takewhile(lambda part: not any(sign in part for sign in "*?[{"), parts))

@@ -1,15 +1,14 @@
-"""Decoders that give one vector per image: class token, projection, pooling head, mean of the patches."""
+"""Decoders that give one vector per image: class token, projection, pooling head, mean of the patches, logits."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from pullback.backbones import Backbone
+from pullback.backbones.loading import stored_classifier
+from pullback.backbones.outputs import attention_pool, pooling_head
 from pullback.decoders.decoder import Decoder
 from pullback.errors import DecoderError
 from pullback.tokens import TokenLayout
@@ -53,10 +52,9 @@ def patch_mean(backbone: Backbone) -> Decoder:
 
 def pool(backbone: Backbone) -> Decoder:
     """The model's own pooling head: attention pooling (SigLIP) or a dense layer on the class token (ViT, DeiT)."""
-    tower = getattr(backbone.model, "vision_model", None) or backbone.model
     last = (backbone.depth - 1,)
-    head = getattr(tower, "head", None)
-    if backbone.family == "siglip" and head is not None:
+    head = pooling_head(backbone) if backbone.family.startswith("siglip") else None
+    if head is not None:
         return Decoder("pool", last, lambda taps, layout: attention_pool(head, taps[0]))
     pooler = getattr(backbone.model, "pooler", None)
     if pooler is None:
@@ -64,15 +62,27 @@ def pool(backbone: Backbone) -> Decoder:
     return Decoder("pool", last, lambda taps, layout: pooler(taps[0]), rows=1)
 
 
-def attention_pool(head: Any, tokens: Tensor) -> Tensor:
-    """SigLIP's pooling head, [B, N, D] -> [B, D], written out: `nn.MultiheadAttention` has no forward mode."""
-    attention = head.attention
-    heads = attention.num_heads
-    wq, wk, wv = attention.in_proj_weight.chunk(3)
-    bq, bk, bv = attention.in_proj_bias.chunk(3)
-    q = F.linear(head.probe[0], wq, bq).unflatten(-1, (heads, -1)).transpose(0, 1)  # [h, 1, d]
-    k = F.linear(tokens, wk, bk).unflatten(-1, (heads, -1)).transpose(1, 2)  # [B, h, N, d]
-    v = F.linear(tokens, wv, bv).unflatten(-1, (heads, -1)).transpose(1, 2)
-    weights = torch.softmax((q * q.shape[-1] ** -0.5) @ k.mT, -1)
-    pooled = attention.out_proj((weights @ v).transpose(1, 2).flatten(2))  # [B, 1, D]
-    return (pooled + head.mlp(head.layernorm(pooled)))[:, 0]
+def logits(backbone: Backbone, number: str | None = None) -> Decoder:
+    """The logits of an image classifier, [B, classes], or that of class ``number`` alone, [B, 1].
+
+    The classifier is that of the model, or lies beside the weights that it was loaded from.
+    """
+    found = backbone.classifier or stored_classifier(backbone)
+    if found is None or found.classes is None:
+        raise DecoderError(
+            f"decoder: {backbone.name} has no classifier. 'logits' needs a *ForImageClassification model, or the "
+            "folder or hub id of one."
+        )
+    name, chosen = "logits", slice(None)
+    if number is not None:
+        name, chosen = f"logit-{int(number)}", slice(int(number), int(number) + 1)
+        if int(number) >= found.classes:
+            raise DecoderError(
+                f"decoder: expected logit-0 to logit-{found.classes - 1}, because {backbone.name} has {found.classes} "
+                f"classes, got {name!r}."
+            )
+
+    def decode(taps: Sequence[Tensor], layout: TokenLayout) -> Tensor:
+        return found.logits(taps[0], layout)[:, chosen]
+
+    return Decoder(name, (backbone.depth - 1,), decode, normed=found.normed, rows=found.rows)

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from pullback.checks import finite_number, of_kind
 from pullback.errors import PullbackError, ShapeError
 from pullback.runs.rows import finite
 
@@ -24,7 +25,7 @@ LOG_FLOOR = 1e-3
 """Depth heads end in a ReLU, so log needs a floor: this share of the median of the unchanged prediction."""
 SECOND_WEIGHT = 0.85
 """The lambda of SILog that is reported beside 1."""
-_EMBEDDINGS = ("image_embeds", "pooler_output")  # of the outputs of models, before their depth maps
+_EMBEDDINGS = ("image_embeds", "pooler_output", "logits")  # of the outputs of models, before their depth maps
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,8 @@ def measure_of(output: Any, *, depth: bool = False) -> Measure:
 def _readable(output: Any, depth: bool) -> tuple[Measure, Tensor]:
     """Return the measure for an output, and the tensor that it is taken of."""
     if isinstance(output, Tensor):
-        return "silog" if depth else "cosine" if output.ndim == 2 else "relative_l2", output
+        vectors = output.ndim == 2 and output.shape[1] > 1  # a single number, such as one logit, has no direction
+        return "silog" if depth else "cosine" if vectors else "relative_l2", output
     for name in _EMBEDDINGS:
         if isinstance(getattr(output, name, None), Tensor):
             return "cosine", getattr(output, name)
@@ -101,7 +103,7 @@ def relative_l2(pruned: Tensor, full: Tensor) -> Tensor:
 
 def silog(pruned: Tensor, full: Tensor, *, weight: float = 1.0) -> SilogErrors:
     """Return the scale-invariant log error of depths [B, ...]; ``weight`` is lambda: 1 ignores a common factor."""
-    if not 0 <= weight <= 1:
+    if not 0 <= finite_number("weight", weight, expected="lambda between 0 and 1") <= 1:
         raise PullbackError(f"weight: expected lambda between 0 and 1, got {weight}.")
     a, b = _pair(pruned, full)
     floor = LOG_FLOOR * _middle(b)
@@ -125,6 +127,8 @@ def _unit(values: Tensor) -> Tensor:
 
 def _pair(pruned: Tensor, full: Tensor) -> tuple[Tensor, Tensor]:
     """Return both as float64 [B, M]."""
+    for values in (pruned, full):
+        of_kind("pruned, full", values, Tensor, "two tensors of one shape [B, ...]", ShapeError)
     if pruned.shape != full.shape or pruned.ndim < 2:
         raise ShapeError(
             f"pruned, full: expected one shape [B, ...], got {list(pruned.shape)} and {list(full.shape)}. Compare the "

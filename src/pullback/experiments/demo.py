@@ -58,7 +58,7 @@ def run_demo(
             seed=seed,
             convergence_samples=0,  # the table of power iteration would cost as much as one or two more scenes
         )
-        documents[decoder] = run_diagnosis(request, out / decoder, progress, batch=batch, on_layer=on_layer)
+        documents[decoder] = run_diagnosis(request, out / decoder, progress, batch=batch, on_layer=on_layer, anew=True)
     progress.stage("predicting depth")
     write_scenes(scenes, batch, out)
     return documents
@@ -77,7 +77,7 @@ def write_scenes(scenes: SceneBatch, batch: ImageBatch, out: Path) -> None:
     """Write what the figure of the scenes needs: truth, prediction, and the energies that the diagnoses in ``out``
     found at the middle one of their layers."""
     probe = load_probe(MODEL, "depth")
-    truth, predicted = scenes.depth[:, 0], probe(probe.features(batch.pixels)).cpu()
+    truth, predicted = scenes.depth[:, 0], probe(probe.features(batch.pixels, normalized=True)).cpu()
     errors = depth_errors(predicted, truth, ~scenes.sky[:, 0], median_scaling=False)
     layer = files.layer_name(LAYERS[len(LAYERS) // 2])
     arrays = {

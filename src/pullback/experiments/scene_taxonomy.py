@@ -28,9 +28,9 @@ from pullback.decoders import build_decoder
 from pullback.errors import PullbackError
 from pullback.experiments.command import Device, Row, RowFile, RowsOut, Vggt, explained
 from pullback.geometry import Tractability, diagnose, layer_multiplicity
-from pullback.geometry.diagnosis import Summary, summarize
 from pullback.geometry.document import number
 from pullback.geometry.spectrum import in_batches
+from pullback.geometry.summary import Summary, summarize
 from pullback.operators import JacobianOperator, ProductCount
 from pullback.probes import INPUTS, ProbeMap
 from pullback.report.console import console

@@ -2,12 +2,9 @@
 
 from pullback.geometry.diagnosis import (
     ConvergenceRow,
-    Regime,
+    Part,
     SampleDiagnosis,
-    Summary,
-    Thresholds,
     Tractability,
-    classify,
     coefficient_of_variation,
     convergence_table,
     diagnose,
@@ -15,17 +12,21 @@ from pullback.geometry.diagnosis import (
 )
 from pullback.geometry.importance import BlockNorms, block_norms, exact_block_norms
 from pullback.geometry.multiplicity import layer_multiplicity
+from pullback.geometry.regimes import Regime, Thresholds, Verdict, classify
 from pullback.geometry.spectrum import Spectrum, spectrum, token_importance
+from pullback.geometry.summary import Summary
 
 __all__ = [
     "BlockNorms",
     "ConvergenceRow",
+    "Part",
     "Regime",
     "SampleDiagnosis",
     "Spectrum",
     "Summary",
     "Thresholds",
     "Tractability",
+    "Verdict",
     "block_norms",
     "classify",
     "coefficient_of_variation",

@@ -1,9 +1,9 @@
 """The tractability diagnostic (Algorithm 1): does a low-rank task metric exist here, and which tokens carry it?
 
 `diagnose` sketches J at every image, summarises captured energy, effective ranks and concentration over tokens with
-their errors, and names one of the four regimes of section 4.3. In this order: the regimes, the diagnosis, how unevenly
-directions spread over tokens (CV) beside what a random direction would show, the convergence of power iteration, and
-means of numbers that have errors of their own.
+their errors, and names one of the four regimes of section 4.3 (`regimes`), over all tokens and over the patches. In
+this order: the diagnosis, how unevenly directions spread over tokens (CV) beside what a random direction would show,
+and the convergence of power iteration.
 """
 
 from __future__ import annotations
@@ -11,97 +11,26 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from pullback.errors import ImageError, RankError
+from pullback.checks import callable_or_none, of_kind, whole_number
+from pullback.data.pictures import Pictures
+from pullback.errors import PullbackError, RankError
 from pullback.geometry.independence import check_independence
-from pullback.geometry.spectrum import Probe, Sketched, as_token_maps, output_size, sketch_in_batches
+from pullback.geometry.regimes import THRESHOLDS, Regime, Thresholds, Verdict, judge, looks_random
+from pullback.geometry.spectrum import Probe, Sketched, as_token_maps, features_of, output_size, sketch_in_batches
+from pullback.geometry.summary import Summary, summarize
 from pullback.operators import JacobianOperator, LinearOperator, LowRankMetric, ProductCount
 from pullback.randnla import Estimate, Sketch, Streams, block_krylov, effective_rank_from_spectrum
-from pullback.randnla.estimate import student_quantile
 from pullback.randnla.orthonormal import qr_basis
 from pullback.tokens import TokenLayout
 
-# The regimes, with their thresholds and advice as data
-
-
-@dataclass(frozen=True)
-class Thresholds:
-    """Chosen so that every row of the paper's tables gets the label the paper gives it (tests/geometry)."""
-
-    low_rank_kappa: float = 0.90  # kappa_cap(r) from here on: r directions are (nearly) the whole task
-    rank_budget: float = 2.5  # an effective rank above this many times r is "rich", whatever kappa says
-    concentrated_cv: float = 0.80  # tokens differ so much that a score per token is informative
-    null_factor: float = 1.5  # CV up to this many times the null: indistinguishable from a random direction
-
-
-THRESHOLDS = Thresholds()
-
-
-@dataclass(frozen=True)
-class Regime:
-    label: str
-    title: str
-    advice: str
-
-
-RICH = Regime(
-    "i",
-    "rich spectrum",
-    "No rank-r metric captures the task and no few tokens carry it: raise the rank, or compress the features first "
-    "(the S2-VAE bottleneck).",
-)
-LOW_RANK_SPREAD = Regime(
-    "ii",
-    "low rank, spread over tokens",
-    "A rank-r metric captures the task, but its directions are spread over tokens: learn the metric with cross-token "
-    "attention (SPN); scores per token are weak.",
-)
-LOW_RANK_LOCAL = Regime(
-    "ii",
-    "low rank, concentrated on tokens",
-    "A rank-r metric captures the task and few tokens carry it: both the SPN and a per-token importance head will do.",
-)
-CONCENTRATED = Regime(
-    "iii",
-    "marginal rank, concentrated on tokens",
-    "A rank-r metric misses much of the task, but few tokens carry it: score tokens with an importance head, for "
-    "instance to prune or merge the others.",
-)
-RANK_BOUNDED = Regime(
-    "iv",
-    "structurally rank-bounded",
-    "The output has no more dimensions than the rank asked for, so kappa is 100 % by construction: use the exact "
-    "spectrum, it is cheap.",
-)
-
-
-def classify(
-    *,
-    kappa: float,
-    effective_rank: float,
-    cv: float,
-    rank: int,
-    max_rank: int,
-    thresholds: Thresholds = THRESHOLDS,
-) -> Regime:
-    """Return the regime of these means; ``rank`` is the rank asked for, ``max_rank`` = min(M, N*D)."""
-    if max_rank <= rank:
-        return RANK_BOUNDED
-    if kappa >= thresholds.low_rank_kappa and effective_rank <= thresholds.rank_budget * rank:
-        return LOW_RANK_LOCAL if cv >= thresholds.concentrated_cv else LOW_RANK_SPREAD
-    return CONCENTRATED if cv >= thresholds.concentrated_cv else RICH
-
-
-def looks_random(cv: float, null: float, thresholds: Thresholds = THRESHOLDS) -> bool:
-    return cv <= thresholds.null_factor * null
-
-
-# The diagnosis
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -121,6 +50,19 @@ class SampleDiagnosis:
 
 
 @dataclass(frozen=True)
+class Part:
+    """The samples ``first``, ``first`` + 1, ... that were diagnosed together: what a run keeps when it is stopped."""
+
+    first: int
+    samples: tuple[SampleDiagnosis, ...]
+    importance: Tensor  # [b, N] on the CPU, imp* of every token at the first rank
+    convergence: tuple[ConvergenceRow, ...]  # of those samples that have one, on the CPU
+    method: str
+    products: ProductCount  # of these samples together
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Tractability:
     """The diagnosis of one probe map over several samples."""
 
@@ -134,7 +76,6 @@ class Tractability:
     seed: int
     samples: tuple[SampleDiagnosis, ...]
     cv_null: float
-    regime: Regime
     convergence: tuple[ConvergenceRow, ...]
     importance: Tensor  # [B, N], imp* of every token at the first rank
     token_layout: TokenLayout
@@ -185,30 +126,117 @@ class Tractability:
         return values[len(values) // 2], any(sample.r90[1] for sample in self.samples)
 
     @property
+    def max_rank(self) -> int:
+        """The smaller side of the largest Jacobian, min(M, N*D)."""
+        return min(self.output_size, math.prod(self.input_shape))
+
+    @property
+    def verdict(self) -> Verdict:
+        """The regime over all tokens, with those that the errors do not exclude."""
+        return self._judged(self.cv)
+
+    @property
+    def verdict_over_patches(self) -> Verdict | None:
+        """The regime with the CV of the patches alone; None where there are no other tokens.
+
+        A decoder that reads the class token makes the CV over all tokens a statement about that token, and only patches
+        can be pruned.
+        """
+        return self._judged(self.cv_patches) if self.token_layout.prefix else None
+
+    @property
+    def regime(self) -> Regime:
+        """The regime over all tokens."""
+        return self.verdict.regime
+
+    def _judged(self, cv: Summary) -> Verdict:
+        return judge(
+            kappa=self.kappa,
+            effective_rank=self.r_eff_slq,
+            cv=cv,
+            rank=self.rank,
+            max_rank=self.max_rank,
+            thresholds=self.thresholds,
+        )
+
+    @property
+    def looks_random(self) -> bool:
+        """Whether the CV over all tokens is that of a random direction."""
+        return looks_random(self.cv.mean, self.cv_null, self.thresholds)
+
+    @property
+    def patches_look_random(self) -> bool:
+        """Whether the CV over patches is that of a random direction; a single patch has none."""
+        several = self.token_layout.views * self.token_layout.patches > 1
+        return several and looks_random(self.cv_patches.mean, self.cv_null, self.thresholds)
+
+    @property
     def advice(self) -> str:
-        """One sentence on what to do, with a warning when the modes look like noise."""
-        if looks_random(self.cv.mean, self.cv_null, self.thresholds):
-            return (
-                f"CV {self.cv.mean:.3f} is indistinguishable from a random direction (null {self.cv_null:.3f}): the "
-                f"modes have probably not converged. {self.regime.advice}"
+        """What to do in a few sentences: about the patches where their regime is another, since only they can be
+        pruned; with a warning where the modes look like noise, and with the regimes that the errors do not exclude."""
+        verdict, patches, sentences = self.verdict, self.verdict_over_patches, []
+        if self.looks_random or (patches is not None and self.patches_look_random):
+            cv, where = (self.cv, "") if self.looks_random else (self.cv_patches, " over patches")
+            sentences.append(
+                f"CV{where} {cv.mean:.3f} is indistinguishable from a random direction (null {self.cv_null:.3f}): the "
+                "modes have probably not converged."
             )
-        return self.regime.advice
+        if patches is not None and patches.regime != verdict.regime:
+            sentences.append(f"Only patches can be pruned, and over them it is regime {patches.regime}.")
+        followed = patches or verdict
+        sentences.append(followed.regime.advice)
+        if followed.could_be:
+            names, where = " or ".join(map(str, followed.could_be)), "" if patches is None else " over patches"
+            sentences.append(
+                f"Within two standard errors it could also be {names}{where}: more {self._unit}s would tell."
+            )
+        return " ".join(sentences)
+
+    @property
+    def _unit(self) -> str:
+        return "scene" if self.token_layout.views > 1 else "image"
+
+    def plot(self) -> Figure:
+        """Draw the energy of each direction, kappa, and the energy of each patch, as a matplotlib figure."""
+        from pullback.geometry.shown import shown_report
+
+        return shown_report(self).plot()
+
+    def __repr__(self) -> str:
+        from pullback.geometry.shown import shown_report
+
+        return f"Tractability({shown_report(self).line('regime')})"
+
+    def _repr_html_(self) -> str:
+        from pullback.geometry.shown import shown_report
+
+        return shown_report(self).html()
 
     def __str__(self) -> str:
         bound = ">=" if self.r90[1] else ""
-        return (
-            f"{self.probe}: kappa({self.ranks_used[0]}) = {self.kappa}, r_eff = {self.r_eff_slq}, "
-            f"CV = {self.cv.mean:.2f} (null {self.cv_null:.3f}), r90 {bound}{self.r90[0]}, "
-            f"regime ({self.regime.label}) {self.regime.title}. {self.advice}"
+        alone = f" (one {self._unit}, no error over {self._unit}s)" if len(self.samples) == 1 else ""
+        over_patches = self.verdict_over_patches
+        beside = (
+            "" if over_patches is None else f"; over patches CV = {self.cv_patches.mean:.2f}, regime {over_patches}"
         )
+        return (
+            f"{self.probe}{alone}: kappa({self.ranks_used[0]}) = {self.kappa}, r_eff = {self.r_eff_slq}, "
+            f"CV = {self.cv.mean:.2f} (null {self.cv_null:.3f}), r90 {bound}{self.r90[0]}, "
+            f"regime {self.verdict}{beside}. {self.advice}"
+        )
+
+
+KNOBS = {"power_iters", "sketch_width", "rayleigh_ritz", "num_probes", "lanczos_steps", "slq_probes", "max_depth"}
+"""Arguments of `randnla.sketch` that `diagnose` passes on."""
 
 
 def diagnose(
     probe: Probe,
-    images: Tensor,
+    images: Pictures,
     rank: int | Sequence[int] = 20,
     method: str = "auto",
     *,
+    normalized: bool = False,
     seed: int = 0,
     rtol: float | None = None,
     precision: str = "float32",
@@ -216,63 +244,73 @@ def diagnose(
     convergence_samples: int = 1,
     thresholds: Thresholds = THRESHOLDS,
     on_progress: Callable[[int], None] | None = None,
+    parts: Sequence[Part] = (),
+    on_part: Callable[[Part], None] | None = None,
     **knobs: Any,
 ) -> Tractability:
     """Diagnose a probe map: kappa_cap, effective ranks, CV and its null, r_0.90 with error bars; regime and advice.
 
+    ``images``: [B, 3, H, W], or pictures in any form that `ProbeMap.features` takes; ``normalized`` as there.
     A rank above min(M, N*D) is lowered to it; the regime is then (iv). ``convergence_samples``: for how many samples
-    the power-iteration table is measured as well (6 rank pairs each). Other ``knobs`` go to `randnla.sketch`.
+    the power-iteration table is measured as well (6 rank pairs each). ``on_part`` is called with each batch that is
+    done; with these as ``parts`` a second call goes on where the first one stopped, in batches of the same size, and
+    ends with the same numbers. Other ``knobs`` go to `randnla.sketch`.
     """
-    ranks = (rank,) if isinstance(rank, int) else tuple(rank)
-    if not ranks or min(ranks) < 1:
-        raise RankError(f"rank: expected one or several numbers from 1 up, got {rank!r}.")
-    if len(images) == 0:
-        raise ImageError("images: expected at least one image, got an empty batch.")
+    ranks = _checked_ranks(rank)
+    whole_number("convergence_samples", convergence_samples, least=0)
+    of_kind("thresholds", thresholds, Thresholds, "a Thresholds of pullback.geometry")
+    callable_or_none("on_progress", on_progress)
+    for name in sorted(set(knobs) - KNOBS):
+        raise PullbackError(
+            f"{name}: diagnose has no such argument. Besides its own it takes {', '.join(sorted(KNOBS))}."
+        )
     begun = time.perf_counter()
-    features = probe.features(images)
+    features = features_of(probe, images, normalized)
     check_independence(probe, features)
     rows, inputs = output_size(probe, features), features[0].numel()
-    limit = min(rows, inputs)
-    used = tuple(min(r, limit) for r in ranks)
+    used = tuple(min(r, rows, inputs) for r in ranks)
     layout = probe.token_layout(features)
-    shape = (features.shape[1], features.shape[2])
-    samples: list[SampleDiagnosis] = []
-    importance: list[Tensor] = []
-    tables: list[tuple[ConvergenceRow, ...]] = []
-    products = ProductCount()
-    method_used = method
-    for part in sketch_in_batches(
+    done = list(parts)
+    for sketched in sketch_in_batches(
         probe,
         features,
         max(used),
         seed=seed,
         precision=precision,
-        batch_size=batch_size,
+        batch_size=batch_size or (len(done[-1].samples) if done else None),
+        start=sum(len(part.samples) for part in done),
         method=method,
         rtol=rtol,
         with_earlier=True,
         **knobs,
     ):
-        modes = as_token_maps(part.sketch.right, features.shape[1:])
-        leading = LowRankMetric(modes[:, : used[0]], part.sketch.singular_values[:, : used[0]].square())
-        importance.append(leading.importance().cpu())
-        samples += _diagnose_batch(part, modes, used, layout)
-        method_used = part.sketch.method
-        count = len(modes)
-        observed = features[part.first : min(part.first + count, convergence_samples)]
+        count = len(sketched.sketch.right)
+        products = sketched.sketch.products * count
+        table: tuple[ConvergenceRow, ...] = ()
+        observed = features[sketched.first : min(sketched.first + count, convergence_samples)]
         if len(observed) > 0:
-            table, spent = _convergence(JacobianOperator(probe, observed, precision=precision), part, used[0], seed)
-            tables.append(table)
+            operator = JacobianOperator(probe, observed, precision=precision)
+            table, spent = _convergence(operator, sketched, used[0], seed)
             products += spent * len(observed)
-        products += part.sketch.products * count
+        modes = as_token_maps(sketched.sketch.right, features.shape[1:])
+        leading = LowRankMetric(modes[:, : used[0]], sketched.sketch.singular_values[:, : used[0]].square())
+        now = time.perf_counter()
+        part = Part(
+            first=sketched.first,
+            samples=tuple(_diagnose_batch(sketched, modes, used, layout)),
+            importance=leading.importance().cpu(),
+            convergence=table,
+            method=sketched.sketch.method,
+            products=products,
+            seconds=now - begun,
+        )
+        begun = now
+        done.append(part)
+        if on_part is not None:
+            on_part(part)
         if on_progress is not None:
             on_progress(count)
-    first = used[0]
-    summary = {
-        "kappa": summarize([s.kappa[first] for s in samples]).mean,
-        "effective_rank": summarize([s.r_eff_slq for s in samples]).mean,
-        "cv": summarize([s.cv for s in samples]).mean,
-    }
+    shape = (features.shape[1], features.shape[2])
     return Tractability(
         probe=probe.name,
         layer=probe.layer,
@@ -280,18 +318,26 @@ def diagnose(
         ranks_used=used,
         output_size=rows,
         input_shape=shape,
-        method=method_used,
+        method=done[-1].method,
         seed=seed,
-        samples=tuple(samples),
+        samples=tuple(sample for part in done for sample in part.samples),
         cv_null=null_cv(shape[1]),
-        regime=classify(**summary, rank=ranks[0], max_rank=limit, thresholds=thresholds),
-        convergence=join_tables(tables),
-        importance=torch.cat(importance),
+        convergence=join_tables([part.convergence for part in done if part.convergence]),
+        importance=torch.cat([part.importance for part in done]),
         token_layout=layout,
-        products=products,
-        seconds=time.perf_counter() - begun,
+        products=sum((part.products for part in done), ProductCount()),
+        seconds=sum(part.seconds for part in done),
         thresholds=thresholds,
     )
+
+
+def _checked_ranks(rank: int | Sequence[int]) -> tuple[int, ...]:
+    """Return one rank or several as a tuple, or raise an error for what is no whole number from 1 up."""
+    ranks = tuple(rank) if isinstance(rank, list | tuple | range) else (rank,)
+    if not ranks:
+        raise RankError(f"rank: expected one or several numbers from 1 up, got {rank!r}.")
+    wish = "one or several numbers from 1 up"
+    return tuple(whole_number("rank", value, expected=wish, error=RankError) for value in ranks)
 
 
 def _convergence(
@@ -303,7 +349,11 @@ def _convergence(
     if part.sketch.method == "paper":  # unconverged modes cannot judge convergence
         reference = block_krylov(operator, rank, rtol=1e-4, streams=other).right
     table = convergence_table(operator, reference, part.sketch.total.value[: operator.batch], streams=start)
-    return table, operator.products
+    on_cpu = [
+        replace(row, alignment_error=row.alignment_error.cpu(), gradient_signal_ratio=row.gradient_signal_ratio.cpu())
+        for row in table
+    ]
+    return tuple(on_cpu), operator.products
 
 
 def _diagnose_batch(
@@ -481,40 +531,3 @@ def join_tables(tables: Sequence[tuple[ConvergenceRow, ...]]) -> tuple[Convergen
         )
         for rows in zip(*tables, strict=True)
     )
-
-
-# Means of numbers that have errors of their own
-
-
-@dataclass(frozen=True)
-class Summary:
-    """``std`` is between samples (n-1), ``se`` of their mean: from that spread, which contains the estimation error, or
-    for a single sample its own error. ``estimation_se`` is the part that more products, or a higher precision, would
-    remove; NaN if the estimates carry no error of their own."""
-
-    mean: float
-    std: float
-    se: float
-    estimation_se: float
-    count: int
-
-    @property
-    def interval(self) -> tuple[float, float]:
-        """95 % for the mean over such samples."""
-        half = self.se * (2.0 if self.count == 1 else student_quantile(0.975, self.count - 1))
-        return self.mean - half, self.mean + half
-
-    def __str__(self) -> str:
-        return f"{self.mean:.3g} ± {self.se:.2g}"
-
-
-def summarize(pairs: Sequence[tuple[float, float]]) -> Summary:
-    """Return the mean of (value, standard error) pairs, one per sample."""
-    count = len(pairs)
-    mean = sum(value for value, _ in pairs) / count
-    own = math.sqrt(sum(se**2 for _, se in pairs)) / count
-    if count == 1:
-        return Summary(mean, 0.0, own, own, 1)
-    std = math.sqrt(sum((value - mean) ** 2 for value, _ in pairs) / (count - 1))
-    spread = std / math.sqrt(count)
-    return Summary(mean, std, spread if math.isnan(own) else max(spread, own), own, count)

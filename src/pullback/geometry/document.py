@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from pullback.geometry import ConvergenceRow, SampleDiagnosis, Summary, Tractability
-from pullback.geometry.diagnosis import looks_random, summarize
+from pullback.geometry import ConvergenceRow, SampleDiagnosis, Summary, Tractability, Verdict
+from pullback.geometry.summary import summarize
 from pullback.operators import ProductCount
 from pullback.randnla import Estimate
 from pullback.runs.rows import finite
@@ -21,6 +21,7 @@ def layer_result(report: Tractability, files: Sequence[str]) -> dict[str, Any]:
     count = len(report.samples)
     used = dict(zip(report.ranks, report.ranks_used, strict=True))
     value, is_bound = report.r90
+    over_patches = report.verdict_over_patches
     return {
         "layer": report.layer,
         "probe": report.probe,
@@ -40,7 +41,8 @@ def layer_result(report: Tractability, files: Sequence[str]) -> dict[str, Any]:
             "mean": number(report.cv.mean),
             "null": number(report.cv_null),
             "patches": number(report.cv_patches.mean),
-            "indistinguishable_from_random": looks_random(report.cv.mean, report.cv_null, report.thresholds),
+            "indistinguishable_from_random": report.looks_random,
+            "patches_indistinguishable_from_random": report.patches_look_random,
             "std": number(report.cv.std),
             "se": number(report.cv.se),
             "estimation_se": number(report.cv.estimation_se),
@@ -54,8 +56,8 @@ def layer_result(report: Tractability, files: Sequence[str]) -> dict[str, Any]:
         "tail_ratio": number(report.tail_ratio.mean),
         "tail_ratio_se": number(report.tail_ratio.se),
         "r90": {"value": value, "is_lower_bound": is_bound},
-        "regime": report.regime.label,
-        "regime_title": report.regime.title,
+        **_verdict(report.verdict),
+        "regime_over_patches": None if over_patches is None else _verdict(over_patches),
         "advice": report.advice,
         "method": report.method,
         "seed": report.seed,
@@ -95,6 +97,14 @@ def products(count: ProductCount) -> dict[str, int]:
 def number(value: float) -> float | None:
     """Round to nine digits, more than any product is worth; None for NaN and infinity, which strict JSON lacks."""
     return finite(float(f"{value:.{_DIGITS}g}"))
+
+
+def _verdict(verdict: Verdict) -> dict[str, Any]:
+    return {
+        "regime": verdict.regime.label,
+        "regime_title": verdict.regime.title,
+        "regime_could_be": [{"regime": other.label, "regime_title": other.title} for other in verdict.could_be],
+    }
 
 
 def _convergence(row: ConvergenceRow) -> dict[str, Any]:

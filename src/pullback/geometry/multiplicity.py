@@ -7,8 +7,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pullback.errors import ImageError, PullbackError
-from pullback.geometry.spectrum import Probe
+from pullback.checks import whole_number
+from pullback.data.pictures import Pictures
+from pullback.errors import PullbackError
+from pullback.geometry.spectrum import Probe, features_of
 from pullback.operators import JacobianOperator, check_sensitive
 from pullback.probes import INPUTS, ProbeMap
 from pullback.randnla import Estimate, Streams
@@ -22,7 +24,9 @@ class LayeredProbe(Probe, Protocol):
     def layers(self) -> tuple[int, ...]: ...
 
 
-def layer_multiplicity(probe: LayeredProbe, images: Tensor, *, num_probes: int = 16, seed: int = 0) -> Estimate:
+def layer_multiplicity(
+    probe: LayeredProbe, images: Pictures, *, num_probes: int = 16, seed: int = 0, normalized: bool = False
+) -> Estimate:
     """Estimate K_eff [B]: 1 if the layers' Jacobians act on the same output directions, K if on orthogonal ones.
 
     With J = [J_1 | ... | J_K] and A_k = J_k J_k^T in output space, the alignment of two layers is the cosine
@@ -30,10 +34,7 @@ def layer_multiplicity(probe: LayeredProbe, images: Tensor, *, num_probes: int =
     products tr(A_k A_l) are estimated from the same Rademacher probes w as <A_k w, A_l w>, at one VJP and K JVPs a
     probe; the error is a jackknife over probes.
     """
-    if len(images) == 0:
-        raise ImageError("images: expected at least one image, got an empty batch.")
-    if num_probes < 2:
-        raise PullbackError(f"num_probes: expected at least 2, for an error bar, got {num_probes}.")
+    whole_number("num_probes", num_probes, least=2, expected="at least 2, for an error bar")
     if not hasattr(probe, "layers") or (isinstance(probe, ProbeMap) and probe.at != INPUTS):
         name = getattr(probe, "name", type(probe).__name__)
         raise PullbackError(
@@ -41,7 +42,7 @@ def layer_multiplicity(probe: LayeredProbe, images: Tensor, *, num_probes: int =
             "multi_layer_probe(model, decoder)."
         )
     layers = len(probe.layers)
-    features = probe.features(images)
+    features = features_of(probe, images, normalized)
     results = [
         _multiplicity(JacobianOperator(probe, features[i : i + 1]), features.shape[1:], layers, num_probes, seed, i)
         for i in range(len(features))

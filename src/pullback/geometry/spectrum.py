@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from pullback.errors import ImageError, PullbackError
+from pullback.checks import callable_or_none, shown, whole_number
+from pullback.data.pictures import Pictures
+from pullback.errors import ImageError, PullbackError, RankError
 from pullback.geometry.independence import check_independence
 from pullback.operators import JacobianOperator, LowRankMetric, ProductCount, check_sensitive
 from pullback.operators.execution import free_bytes, is_too_large
 from pullback.randnla import Estimate, Sketch, Streams, sketch
 from pullback.tokens import TokenLayout
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -32,6 +39,7 @@ class Spectrum:
     products: ProductCount  # per sample, of the one that took most
     seed: int
     token_layout: TokenLayout
+    probe: str = ""  # the name of the probe map
 
     @property
     def rank(self) -> int:
@@ -44,6 +52,22 @@ class Spectrum:
         """Return the rank-r pullback metric eps I + sum_j sigma_j^2 v_j v_j^T."""
         return LowRankMetric(self.modes, self.singular_values.square(), floor)
 
+    def plot(self) -> Figure:
+        """Draw the energy of each direction, kappa, and the energy of each patch, as a matplotlib figure."""
+        from pullback.geometry.shown import shown_spectrum
+
+        return shown_spectrum(self).plot()
+
+    def __repr__(self) -> str:
+        from pullback.geometry.shown import shown_spectrum
+
+        return f"Spectrum({shown_spectrum(self).line()})"
+
+    def _repr_html_(self) -> str:
+        from pullback.geometry.shown import shown_spectrum
+
+        return shown_spectrum(self).html()
+
 
 def as_token_maps(columns: Tensor, shape: torch.Size) -> Tensor:
     """Turn flat columns [B, N*D, r] into token maps [B, r, N, D]."""
@@ -52,10 +76,11 @@ def as_token_maps(columns: Tensor, shape: torch.Size) -> Tensor:
 
 def spectrum(
     probe: Probe,
-    images: Tensor,
+    images: Pictures,
     rank: int = 20,
     method: str = "auto",
     *,
+    normalized: bool = False,
     seed: int = 0,
     rtol: float | None = None,
     with_effective_rank: bool = False,
@@ -67,14 +92,15 @@ def spectrum(
     batch_size: int | None = None,
     on_progress: Callable[[int], None] | None = None,
 ) -> Spectrum:
-    """Compute the leading ``rank`` modes of J at these images [B, 3, H, W].
+    """Compute the leading ``rank`` modes of J at these images.
 
+    ``images``: [B, 3, H, W], or pictures in any form that `ProbeMap.features` takes; ``normalized`` as there.
     ``method``: "auto" (the cheaper of exact and krylov), "exact", "krylov", or "paper" (Algorithm 2 literally, with
     ``power_iters`` and ``sketch_width``; with ``rayleigh_ritz`` its better twin). ``rtol`` asks for smaller error bars.
     """
-    if len(images) == 0:
-        raise ImageError("images: expected at least one image, got an empty batch.")
-    features = probe.features(images)
+    whole_number("rank", rank, least=None, error=RankError)
+    callable_or_none("on_progress", on_progress)
+    features = features_of(probe, images, normalized)
     check_independence(probe, features)
     done: list[Sketch] = []
     for part in sketch_in_batches(
@@ -108,11 +134,17 @@ def spectrum(
         products=ProductCount.most([s.products for s in done]),
         seed=seed,
         token_layout=probe.token_layout(features),
+        probe=probe.name,
     )
 
 
 def token_importance(spectrum: Spectrum) -> Tensor:
     """Return the importance of each token, imp*_t = sqrt(sum_j sigma_j^2 |v_j^(t)|^2) (`eq:imp_target`): [B, N]."""
+    if not isinstance(spectrum, Spectrum):
+        raise PullbackError(
+            f"spectrum: expected what pb.spectrum(probe, images) returned, got {shown(spectrum)}. A diagnosis has the "
+            "importance of its tokens in .importance."
+        )
     return spectrum.metric().importance()
 
 
@@ -131,7 +163,7 @@ class Probe(Protocol):
     @property
     def layer(self) -> Any: ...
 
-    def features(self, images: Tensor) -> Tensor: ...
+    def features(self, images: Any, *, normalized: bool = ...) -> Tensor: ...
 
     def token_layout(self, features: Tensor) -> TokenLayout: ...
 
@@ -144,6 +176,23 @@ class Sketched:
 
     first: int
     sketch: Sketch
+
+
+def features_of(probe: Probe, images: Pictures, normalized: bool = False) -> Tensor:
+    """Compute the features of images at a probe; ``normalized`` as in `ProbeMap.features`."""
+    check_probe(probe)
+    if isinstance(images, Sized) and not isinstance(images, Mapping) and len(images) == 0:
+        raise ImageError("images: expected at least one image, got an empty batch.")
+    return probe.features(images, normalized=True) if normalized else probe.features(images)
+
+
+def check_probe(probe: Any) -> None:
+    """Refuse what is no probe map, such as images or a model in its place."""
+    if not callable(probe) or not hasattr(probe, "features") or not hasattr(probe, "token_layout"):
+        raise PullbackError(
+            f"probe: expected a probe map, such as pb.load_probe(model, decoder, layer), got {shown(probe)}. It is the "
+            "first argument."
+        )
 
 
 def output_size(probe: Probe, features: Tensor) -> int:
@@ -159,30 +208,34 @@ def sketch_in_batches(
     seed: int,
     precision: str = "float32",
     batch_size: int | None = None,
+    start: int = 0,
     **knobs: Any,
 ) -> Iterator[Sketched]:
     """Sketch all samples, halving the batch when memory runs out; what was finished before has then been handed over.
 
     Each sample has its own random stream, so results do not depend on the batch size (with ``rtol``, only within it:
-    probes are added for a batch as a whole)."""
+    probes are added for a batch as a whole). The samples before ``start`` are left out."""
     size = checked_batch_size(batch_size) or samples_that_fit(probe, features, rank)
 
     def work(part: Tensor, first: int) -> Sketched:
         streams = Streams.from_seed(seed, len(part), part.device, first)
         return Sketched(first, _sketch(probe, part, first, rank, precision, streams, knobs))
 
-    return in_batches(work, features, size)
+    return in_batches(work, features, size, start)
 
 
-def in_batches(work: Callable[[Tensor, int], _Result], features: Tensor, size: int) -> Iterator[_Result]:
+def in_batches(
+    work: Callable[[Tensor, int], _Result], features: Tensor, size: int, start: int = 0, seconds: float = math.inf
+) -> Iterator[_Result]:
     """Call work(part, first) on the samples first, first + 1, ... of each part, halving it when memory runs out.
 
-    What was finished before has then been handed over, and is not done again.
+    What was finished before has then been handed over, and is not done again. The samples before ``start`` are left
+    out. After a part that took more than ``seconds`` the next ones are smaller.
     """
-    first = 0
+    first = start
     while first < len(features):
         part = features[first : first + size]
-        result = None
+        begun, result = time.perf_counter(), None
         try:
             result = work(part, first)
         except (RuntimeError, MemoryError) as error:
@@ -193,14 +246,17 @@ def in_batches(work: Callable[[Tensor, int], _Result], features: Tensor, size: i
             if features.device.type == "cuda":
                 torch.cuda.empty_cache()
             continue
+        took = time.perf_counter() - begun
         yield result
         first += len(part)
+        if took > seconds:
+            size = max(1, int(len(part) * seconds / took))
 
 
 def checked_batch_size(batch_size: int | None) -> int | None:
-    if batch_size is not None and batch_size < 1:
-        raise PullbackError(f"batch_size: expected at least 1, or None for as many as memory holds, got {batch_size}.")
-    return batch_size
+    if batch_size is None:
+        return None
+    return whole_number("batch_size", batch_size, expected="at least 1, or None for as many as memory holds")
 
 
 def _sketch(

@@ -4,12 +4,14 @@
 gradients, clipping, optimisers, averaged weights) and the state to go on from. Everything random in step s follows from
 (seed, s), so a run that was stopped goes on exactly as it would have, and W processes with batch / W examples each take
 the same steps as one process with all of them. Process 0 alone reads, validates, decides and writes; the others hear of
-it.
+it. Checkpoints are written after every validation and every `SAVE_EVERY` seconds: so much a killed run may lose.
 """
 
 from __future__ import annotations
 
+import io
 import math
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass
@@ -20,16 +22,20 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from pullback.errors import PullbackError
-from pullback.learning.pretrained import Pretrained
+from pullback.checks import finite_number, whole_number
+from pullback.errors import FileError, PullbackError
+from pullback.learning.pretrained import CHECKPOINT, Pretrained
 from pullback.randnla import Streams
-from pullback.runs.files import make_folder, remove_unfinished, write_atomic
+from pullback.runs.files import remove_unfinished, write_atomic
+from pullback.runs.folder import claim_folder
 from pullback.runs.progress import Progress, Silent
 from pullback.runs.rows import Rows, finite
 from pullback.runs.settings import check_settings
 
 PRECISIONS = ("float32", "bf16")
-CHECKPOINT, METRICS = "checkpoint.pt", "metrics.jsonl"
+METRICS = "metrics.jsonl"
+SAVE_EVERY = 30.0
+"""Seconds between two checkpoints, at most."""
 _Value = TypeVar("_Value")
 _Network = TypeVar("_Network", bound=nn.Module)
 _Config = TypeVar("_Config", bound="StepConfig")
@@ -74,10 +80,15 @@ class FitConfig(StepConfig):
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "validate_every"):
-            if getattr(self, name) < 1:
-                raise PullbackError(f"{name}: expected at least 1, got {getattr(self, name)}.")
-        if self.patience is not None and self.patience < 1:
-            raise PullbackError(f"patience: expected at least 1 validation, or None for no limit, got {self.patience}.")
+            whole_number(name, getattr(self, name), expected="at least 1, a whole number")
+        if self.patience is not None:
+            whole_number("patience", self.patience, expected="at least 1 validation, or None for no limit")
+        whole_number("warmup", self.warmup, least=0)
+        whole_number("seed", self.seed, least=None)
+        for name in ("learning_rate", "weight_decay", "clip", "ema"):
+            finite_number(name, getattr(self, name), least=0, expected="a number that is not negative")
+        if self.ema >= 1:
+            raise PullbackError(f"ema: expected a share below 1, got {self.ema}.")
         if self.precision not in PRECISIONS:
             raise PullbackError(f"precision: expected one of {', '.join(PRECISIONS)}, got {self.precision!r}.")
 
@@ -121,6 +132,17 @@ class Fitted:
     steps: int  # taken in all
 
 
+def check_going_on(network: Pretrained, config: FitConfig, out: Path | None, settings: Mapping[str, Any]) -> None:
+    """Raise the error with which `fit` would refuse to go on in the folder ``out``: before long preparations, not after
+    them. Of ``network`` only its configuration matters."""
+    if out is None:
+        return
+    checkpoint = claim_folder(out, "train") / CHECKPOINT
+    stored = _stored(checkpoint)
+    if stored is not None:
+        _check_same(stored, _configuration(network, config, settings), checkpoint)
+
+
 def fit(
     network: Pretrained,
     task: Task,
@@ -152,6 +174,8 @@ def fit(
             if run.step % config.validate_every == 0 or run.step == config.steps:
                 numbers = {**numbers, **run.validate()}
                 run.log.write(run.step, numbers)
+                run.save()
+            elif run.late:
                 run.save()
             progress.advance(1)
             if on_step is not None:
@@ -239,10 +263,11 @@ class _Run(Training[Pretrained, FitConfig]):
         self.best_step, self.waited = 0, 0
         self.best: Mapping[str, float] = {"score": -math.inf}
         self.best_weights = self._averaged()
+        self._saved, self._slowest = time.perf_counter(), 0.0
         if out is not None:
             if self.share.rank == 0:
-                remove_unfinished(make_folder(out))
-            state = self._from_first(self._stored)
+                remove_unfinished(claim_folder(out, "train"))
+            state = self._from_first(lambda: _stored(self.checkpoint))
             if state is not None:
                 self._resume(state)
         self.log = Log(out if self.share.rank == 0 else None, self.step, tensorboard)
@@ -256,8 +281,16 @@ class _Run(Training[Pretrained, FitConfig]):
     def out_of_patience(self) -> bool:
         return self.config.patience is not None and self.waited >= self.config.patience
 
+    @property
+    def late(self) -> bool:
+        """Whether another step as slow as the slowest would take the work at stake beyond `SAVE_EVERY`."""
+        return time.perf_counter() - self._saved + self._slowest > SAVE_EVERY
+
     def advance(self) -> dict[str, float]:
-        return self.take_step(self._gradients)[0]
+        begun = time.perf_counter()
+        numbers = self.take_step(self._gradients)[0]
+        self._slowest = max(self._slowest, time.perf_counter() - begun)
+        return numbers
 
     def _gradients(self) -> dict[str, float]:
         # mixed: of a plain seed, a CPU generator takes the lowest 32 bits only
@@ -297,31 +330,23 @@ class _Run(Training[Pretrained, FitConfig]):
         if self.out is None or self.share.rank != 0:
             return
         state = {
-            "config": self._configuration(),
+            "config": _configuration(self.network, self.config, self.settings),
             **self.state(),
             "best": dict(self.best),
             "best_step": self.best_step,
             "best_weights": self.best_weights,
             "waited": self.waited,
         }
-        write_atomic(self.checkpoint, lambda file: torch.save(state, file), durable=True)
-
-    def _stored(self) -> Mapping[str, Any] | None:
-        return torch.load(self.checkpoint, map_location="cpu", weights_only=True) if self.checkpoint.exists() else None
+        packed = io.BytesIO()  # on a full disk torch's own writer hides the reason
+        torch.save(state, packed)
+        write_atomic(self.checkpoint, lambda file: file.write(packed.getbuffer()), durable=True)
+        self._saved = time.perf_counter()
 
     def _resume(self, state: Mapping[str, Any]) -> None:
-        # what the network was made for decides no weight, and each version of the package says more about it
-        ignore = ("network.origin",)
-        check_settings(state["config"], self._configuration(), self.checkpoint, holds="a training run", ignore=ignore)
+        _check_same(state, _configuration(self.network, self.config, self.settings), self.checkpoint)
         self.restore(state)
         self.best_weights = {name: value.to(self.device) for name, value in state["best_weights"].items()}
         self.best, self.best_step, self.waited = state["best"], state["best_step"], state["waited"]
-
-    def _configuration(self) -> dict[str, Any]:
-        """Return the settings of the run and of the network, which must be the same when the run goes on."""
-        network = {"kind": self.network.kind, **asdict(self.network.config)}
-        of_network = {f"network.{key}": value for key, value in network.items() if key != "scores"}
-        return asdict(self.config) | self.settings | of_network
 
     def _from_first(self, compute: Callable[[], _Value]) -> _Value:
         """Return in every process what process 0 computes; they may share neither a folder nor a score's last digit."""
@@ -339,6 +364,29 @@ class _Run(Training[Pretrained, FitConfig]):
                 return network(features)
 
         return call
+
+
+def _stored(checkpoint: Path) -> Mapping[str, Any] | None:
+    """Read a checkpoint; None where there is none."""
+    if not checkpoint.exists():
+        return None
+    try:
+        return torch.load(checkpoint, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch, pickle and zipfile have many words for a damaged file
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise FileError(f"{checkpoint}: cannot be read ({reason}). Delete it to train from the start.") from None
+
+
+def _configuration(network: Pretrained, config: FitConfig, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a run and of its network, which must be the same when the run goes on."""
+    of_network = {"kind": network.kind, **asdict(network.config)}
+    named = {f"network.{key}": value for key, value in of_network.items() if key != "scores"}
+    return asdict(config) | dict(settings) | named
+
+
+def _check_same(state: Mapping[str, Any], asked: Mapping[str, Any], checkpoint: Path) -> None:
+    # what the network was made for decides no weight, and each version of the package says more about it
+    check_settings(state["config"], asked, checkpoint, holds="a training run", ignore=("network.origin",))
 
 
 def _parallel(network: nn.Module, batch: int) -> tuple[Share, nn.Module]:

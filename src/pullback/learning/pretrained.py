@@ -18,10 +18,11 @@ import torch
 from torch import nn
 
 from pullback.backbones.loading import fetched_file, first_line
-from pullback.errors import ModelError
+from pullback.checks import of_kind
+from pullback.errors import DamagedModelError, ModelError
 from pullback.runs.files import CONFIG, WEIGHTS, write_network, write_text
 
-CARD = "README.md"
+CARD, MODEL, CHECKPOINT = "README.md", "model", "checkpoint.pt"
 _Model = TypeVar("_Model", bound="Pretrained")
 
 
@@ -108,10 +109,13 @@ class Pretrained(nn.Module):
 
     @classmethod
     def from_pretrained(cls: type[_Model], name: str | Path, *, device: str | torch.device = "cpu") -> _Model:
-        """Load a folder that `save_pretrained` wrote, or a hub id; in evaluation mode."""
+        """Load a folder that `save_pretrained` wrote, one that `pullback train` wrote, or a hub id; in evaluation
+        mode."""
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 
+        of_kind("name", name, (str, Path), "a folder or a hub id", ModelError)
+        name = model_folder(name)
         document = _document(str(name))
         if document.get("kind") != cls.kind:
             raise ModelError(
@@ -121,14 +125,16 @@ class Pretrained(nn.Module):
         try:
             model = cls.from_config(cls.config_from_dict(document))
         except (KeyError, TypeError) as error:
-            raise ModelError(f"name: {CONFIG} in {name} is not one of {cls.kind}: {error!r}. Save it again.") from None
+            raise DamagedModelError(
+                f"name: {CONFIG} in {name} is not one of {cls.kind}: {error!r}. Save it again."
+            ) from None
         try:
             model.load_state_dict(load_file(_file(str(name), WEIGHTS)))
         except SafetensorError as error:
-            raise ModelError(f"name: {WEIGHTS} in {name} cannot be read: {error}. Save it again.") from None
+            raise DamagedModelError(f"name: {WEIGHTS} in {name} cannot be read: {error}. Save it again.") from None
         except RuntimeError as error:
             reason = str(error).splitlines()[-1].strip()
-            raise ModelError(f"name: the weights in {name} do not fit its config.json: {reason}") from None
+            raise DamagedModelError(f"name: the weights in {name} do not fit its config.json: {reason}") from None
         return model.to(device).eval()
 
     def push_to_hub(self, repo_id: str, *, private: bool = False, token: str | None = None) -> str:
@@ -159,12 +165,27 @@ class Pretrained(nn.Module):
         return "\n".join(lines) + "\n"
 
 
+def model_folder(name: str | Path) -> Path | str:
+    """Return where the three files are: ``name`` itself, or model/ in it, where `pullback train` puts them."""
+    folder = Path(name)
+    if not folder.is_dir() or (folder / CONFIG).is_file():
+        return name
+    if (folder / MODEL / CONFIG).is_file():
+        return folder / MODEL
+    if (folder / CHECKPOINT).is_file():
+        raise ModelError(
+            f"name: the training in {name} has not come to its end, and there is no {MODEL}/ in it yet. Run the same "
+            "`pullback train` again, which goes on from its checkpoint."
+        )
+    return name
+
+
 def _document(name: str) -> dict[str, Any]:
     """Return what config.json holds; an empty dict where that is no object."""
     try:
         document = json.loads(_file(name, CONFIG).read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ModelError(f"name: {CONFIG} in {name} is no JSON: {error}. Save it again.") from None
+        raise DamagedModelError(f"name: {CONFIG} in {name} is no JSON: {error}. Save it again.") from None
     return document if isinstance(document, dict) else {}
 
 

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -22,13 +22,14 @@ import torch
 from torch import Tensor
 
 from pullback.backbones.weights import block_hashes
+from pullback.checks import finite_number, of_kind, whole_number
 from pullback.data.crops import Crop, read_crop
 from pullback.data.images import ImageSource, PixelFormat
 from pullback.data.sources import ImageItem, Source, open_source
-from pullback.errors import ImageError, ModelError, PullbackError, ShapeError
+from pullback.errors import ImageError, ModelError, PullbackError, ShapeError, counted
 from pullback.evaluation import spearman
 from pullback.evaluation.statistics import mean_and_error
-from pullback.learning.fit import FitConfig, Fitted, Losses, Network, Share, fit
+from pullback.learning.fit import FitConfig, Fitted, Losses, Network, Share, check_going_on, fit
 from pullback.learning.head import HeadConfig, ImportanceHead
 from pullback.learning.losses import conformal_loss
 from pullback.learning.pretrained import Origin
@@ -72,8 +73,17 @@ def train_head(
     the images are now, if not where the store says. ``out``: folder of metrics.jsonl and of the checkpoint that a
     second call goes on from. The scores end up in the head's config.
     """
+    of_kind("probe", probe, ProbeMap, "a probe map, such as pb.load_probe(model, decoder, layer)")
+    of_kind("train", train, (list, tuple), "a list of stores of targets")
     if not train:
         raise PullbackError("train: expected at least one store of targets, got none.")
+    for store in train:
+        of_kind("train", store, TargetStore, "stores of targets, such as pb.TargetStore.open(folder)")
+    if not isinstance(held_out, TargetStore):
+        finite_number("held_out", held_out, expected="a share between 0 and 1, or a store of its own")
+    of_kind("config", config, (FitConfig, type(None)), "a FitConfig, or None")
+    if target not in TARGETS:
+        raise PullbackError(f"target: expected one of {', '.join(TARGETS)}, got {target!r}.")
     config, progress = config or FitConfig(), progress or Silent()
     stores = [*train, held_out] if isinstance(held_out, TargetStore) else list(train)
     check_stores(probe, stores)
@@ -83,34 +93,31 @@ def train_head(
     dim = stores[0].config["dim"]
     if start is not None and start.config.dim != dim:
         raise ModelError(f"start: expected a head for features of width {dim}, got {start.config.dim}.")
-    if keep_features:
-        progress.work("computing features", sum(map(len, stores)), "images")
-    read = [
-        StoredRows.of(probe, store, images, keep_features=keep_features, on_progress=progress.advance)
-        for store in stores
-    ]
-    if isinstance(held_out, TargetStore):
-        parts, judge = read[:-1], read[-1]
-    else:  # out of every store; those of the first one judge
-        pairs = [rows.split(held_out) for rows in read]
-        parts, judge = [pair[0] for pair in pairs], pairs[0][1]
-    task = HeadTask([part.examples(target) for part in parts], judge.examples(target), rank_weight)
-    if start is None:
-        head = new_head(task.train[0], width, heads, target=target, seed=config.seed)
-    else:
-        head = deepcopy(start).to(probe.device)
+    with torch.device("meta"):
+        network = ImportanceHead.from_config(HeadConfig(dim, width, heads, target)) if start is None else start
+    read = [StoredRows.of(probe, store, images, keep_features=False) for store in stores]
     settings = {
         "target": target,
         "rank_weight": rank_weight,
         "start": None if start is None else weights_hash(start),
         "train": [fingerprint(rows.table, store.config) for rows, store in zip(read, train, strict=False)],
-        "held_out": fingerprint(judge.table, stores[-1].config) if isinstance(held_out, TargetStore) else held_out,
+        "held_out": fingerprint(read[-1].table, stores[-1].config) if isinstance(held_out, TargetStore) else held_out,
     }
+    folder = None if out is None else Path(out)
+    task = _task(read, held_out, target, rank_weight)
+    check_going_on(network, config, folder, settings)  # what can be refused is refused before the long work
+    if keep_features:
+        progress.work("computing features", sum(map(len, stores)), "images")
+        task = _task([rows.kept(progress.advance) for rows in read], held_out, target, rank_weight)
+    if start is None:
+        head = new_head(task.train[0], width, heads, target=target, seed=config.seed)
+    else:
+        head = deepcopy(start).to(probe.device)
     fitted = fit(
         head,
         task,
         config,
-        out=None if out is None else Path(out),
+        out=folder,
         settings=settings,
         tensorboard=tensorboard,
         progress=progress,
@@ -120,6 +127,16 @@ def train_head(
     origin = origin_of(probe, stores[0].config["rank"], *sizes, decoder_known=known)
     scores = _scores(fitted, task) | recorded(shared)
     return head.describe(origin=origin, target=target, scores=scores).eval()
+
+
+def _task(read: Sequence[StoredRows], held_out: TargetStore | float, target: str, rank_weight: float) -> HeadTask:
+    """Divide the rows: the last store is held out, or a share of every store, and those of the first one judge."""
+    if isinstance(held_out, TargetStore):
+        parts, judge = list(read[:-1]), read[-1]
+    else:
+        pairs = [rows.split(held_out) for rows in read]
+        parts, judge = [pair[0] for pair in pairs], pairs[0][1]
+    return HeadTask([part.examples(target) for part in parts], judge.examples(target), rank_weight)
 
 
 def new_head(
@@ -337,9 +354,12 @@ class StoredRows:
         height, width = config["size"]
         wanted = PixelFormat.of((height, width), config["mean"], config["std"], config["interpolation"])
         reader = feature_reader(probe, rows_of_table(table, store.source() if images is None else images), wanted)
-        if keep_features:
-            reader = kept(reader, len(table), on_progress=on_progress)
-        return cls(table, reader, config["prefix"])
+        rows = cls(table, reader, config["prefix"])
+        return rows.kept(on_progress) if keep_features else rows
+
+    def kept(self, on_progress: Callable[[int], None] | None = None) -> StoredRows:
+        """Return the same rows with their features computed, once, and held as the function `kept` holds them."""
+        return replace(self, features=kept(self.features, len(self.table), on_progress=on_progress))
 
     def __len__(self) -> int:
         return len(self.table)
@@ -395,6 +415,8 @@ def rows_of_table(table: TargetTable, source: ImageSource | Source) -> list[Imag
 
 def readable_rows(source: ImageSource | Source, wanted: PixelFormat, limit: int | None = None) -> list[ImageRow]:
     """List the images of a source that can be read: an unreadable one must not stop a training run in its middle."""
+    if limit is not None:
+        whole_number("limit", limit, expected="a positive number of images, or None for all of them")
     rows = _rows_with_hashes(source, wanted, limit)
     if not rows:
         raise ImageError("source: expected at least one readable image, got none.")
@@ -427,7 +449,8 @@ def feature_reader(probe: ProbeMap, rows: Sequence[ImageRow], wanted: PixelForma
 
     @torch.no_grad()
     def read(numbers: Tensor) -> Tensor:
-        return probe.features(torch.stack(list(pool.map(lambda n: rows[n].pixels(wanted), numbers.tolist()))))
+        pixels = torch.stack(list(pool.map(lambda n: rows[n].pixels(wanted), numbers.tolist())))
+        return probe.features(pixels, normalized=True)
 
     return read
 
@@ -468,7 +491,9 @@ def split_by_image(table: TargetTable, share: float) -> tuple[list[int], list[in
     chosen = [int(digest[:8], 16) < share * 2**32 for digest in table.image_sha256]
     parts = [row for row, out in enumerate(chosen) if not out], [row for row, out in enumerate(chosen) if out]
     if not all(parts):
-        raise PullbackError(f"held_out: {len(table)} rows are too few to hold out a share of {share}. Give a store.")
+        raise PullbackError(
+            f"held_out: {counted(len(table), 'row')} cannot be split by a share of {share}. Give a store of its own."
+        )
     return parts
 
 

@@ -62,7 +62,7 @@ class FreshCrops:
         features, targets = [], []
         for _ in range(0, self.block, self.batch):
             with torch.no_grad():
-                part = self.probe.features(_varied_pictures(self, generator))
+                part = self.probe.features(_varied_pictures(self, generator), normalized=True)
             seed = int(torch.randint(1 << 62, (), generator=generator))
             targets.append(self._targets(part, seed).float())
             features.append(part.as_subclass(Tensor).half())

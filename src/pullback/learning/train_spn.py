@@ -15,12 +15,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from pullback.checks import of_kind
 from pullback.data.images import ImageSource
 from pullback.data.sources import Source, open_source
-from pullback.errors import PullbackError
+from pullback.errors import PullbackError, RankError
 from pullback.evaluation.statistics import mean_and_error
 from pullback.geometry.spectrum import Probe, as_token_maps
-from pullback.learning.fit import FitConfig, Losses, Network, Share, fit
+from pullback.learning.fit import FitConfig, Losses, Network, Share, check_going_on, fit
 from pullback.learning.losses import alignment, direction_loss, distance_loss, energy_loss, subspace_loss
 from pullback.learning.spn import SpectralPullbackNetwork, SpnConfig, orthonormal_columns
 from pullback.learning.train_head import (
@@ -47,6 +48,7 @@ from pullback.targets.recipe import Recipe
 from pullback.targets.store import NOT_COMPARED, configuration
 from pullback.targets.table import TargetTable
 
+_PAIRS = "batch: distance matching compares pairs, expected at least 2 a process, got 1."
 SUPERVISIONS = ("randnla", "spectral", "distances", "directions")
 MetricNetwork = Callable[[Tensor], LowRankMetric]
 """Features [B, N, D] to the metric there."""
@@ -80,29 +82,25 @@ def train_spn(
     ``constant_images``: start at the best constant subspace of so many training images (`start_at`), which needs their
     modes; 0 starts at random, as the paper does.
     """
+    of_kind("probe", probe, ProbeMap, "a probe map, such as pb.load_probe(model, decoder, layer)")
+    of_kind("config", config, (FitConfig, type(None)), "a FitConfig, or None")
     config, progress = config or FitConfig(steps=2000, batch=16, learning_rate=1e-3), progress or Silent()
     wanted = probe.pixel_format(size)
     teacher = supervision_of(
         supervision, probe, power_iters=power_iters, sketch_width=sketch_width, precision=precision
     )
+    dim, tokens = (
+        probe.backbone.dim * len(probe.layers),
+        probe.backbone.token_layout(torch.empty(0, 3, *wanted.size)).tokens,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        network = SpectralPullbackNetwork.from_config(SpnConfig(dim, rank, width, heads))
+    folder = None if out is None else Path(out)
+    progress.stage("reading the images")
     made_for = configuration(probe, Recipe(rank, precision=precision), wanted, crops=0, seed=config.seed, source="")
     rows = readable_rows(images, wanted, limit)
     shared = check_held_out(contents_of(held_out, wanted), [row.sha256 for row in rows])
-    judge = held_out_modes(probe, held_out, rank, size=wanted.size, progress=progress)
-    reader = feature_reader(probe, rows, wanted)
-    first = reader(torch.arange(min(8, len(rows))))
-    if keep_features and type(first) is torch.Tensor:
-        progress.work("computing features", len(rows), "images")
-        reader = kept(reader, len(rows), on_progress=progress.advance)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)
-        network = SpectralPullbackNetwork.from_config(SpnConfig(first.shape[-1], rank, width, heads))
-    network.to(first.device).start_from(first, judge.singular_values[: len(first)].to(first.device))
-    if constant_images:
-        count = constant_images if limit is None else min(limit, constant_images)
-        known = _modes(probe, images, rank, wanted.size, count, "computing the constant subspace", progress)
-        assert known.modes is not None
-        network.start_at(constant_subspace(known.modes.to(first.device), rank, seed=config.seed))
     settings = {f"probe.{name}": value for name, value in made_for.items() if name not in NOT_COMPARED} | {
         "supervision": supervision,
         "power_iters": power_iters,
@@ -111,17 +109,41 @@ def train_spn(
         "images": hash_of([row.item.key for row in rows]),
         "held_out": hash_of([item.key for item in open_source(held_out)]),
     }
+    _check_step(supervision, config.batch, rank, sketch_width, tokens * dim)
+    with torch.device("meta"):
+        start = SpnConfig(dim, rank, width, heads, tokens=tokens if constant_images else None)
+        check_going_on(SpectralPullbackNetwork.from_config(start), config, folder, settings)
+    judge = held_out_modes(probe, held_out, rank, size=wanted.size, progress=progress)
+    reader = feature_reader(probe, rows, wanted)
+    first = reader(torch.arange(min(8, len(rows))))
+    if keep_features and type(first) is torch.Tensor:
+        progress.work("computing features", len(rows), "images")
+        reader = kept(reader, len(rows), on_progress=progress.advance)
+    network.to(first.device).start_from(first, judge.singular_values[: len(first)].to(first.device))
+    if constant_images:
+        count = constant_images if limit is None else min(limit, constant_images)
+        known = _modes(probe, images, rank, wanted.size, count, "computing the constant subspace", progress)
+        assert known.modes is not None
+        network.start_at(constant_subspace(known.modes.to(first.device), rank, seed=config.seed))
     fitted = fit(
         network,
         SpnTask(reader, len(rows), teacher, judge, probe=probe),
         config,
-        out=None if out is None else Path(out),
+        out=folder,
         settings=settings,
         tensorboard=tensorboard,
         progress=progress,
     )
     scores = {name: value for name, value in fitted.scores.items() if name != "score"} | recorded(shared)
     return network.describe(origin=origin_of(probe, rank, wanted.size), scores=scores).eval()
+
+
+def _check_step(supervision: str, batch: int, rank: int, sketch_width: int | None, coordinates: int) -> None:
+    """Raise the errors of the first step before anything is computed for it."""
+    if supervision == "randnla" and sketch_width is not None and not rank <= sketch_width <= coordinates:
+        raise RankError(f"sketch_width: expected rank <= width <= {coordinates}, got {sketch_width} at rank {rank}.")
+    if supervision == "distances" and batch < 2:
+        raise PullbackError(_PAIRS)
 
 
 def held_out_modes(
@@ -296,7 +318,7 @@ class DistanceMatching:
 
     def __call__(self, metric: LowRankMetric, features: Tensor, streams: Streams) -> Supervised:
         if len(features) < 2:
-            raise PullbackError("batch: distance matching compares pairs, expected at least 2 a process, got 1.")
+            raise PullbackError(_PAIRS)
         other = features[torch.arange(len(features)).roll(1)]  # a slice keeps what a decoder reads below the features
         with torch.no_grad():
             change = (self.probe(other) - self.probe(features)).flatten(1)

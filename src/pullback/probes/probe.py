@@ -19,7 +19,9 @@ from torch import Tensor
 
 from pullback.backbones import AnyBackbone, LinearizedBlock, Norm, State, unchanged
 from pullback.backbones.backbone import Size
+from pullback.checks import of_kind
 from pullback.data.images import ImageBatch, ImageSource, PixelFormat
+from pullback.data.pictures import Pictures
 from pullback.decoders import (
     LOGARITHMIC,
     Decoder,
@@ -66,6 +68,8 @@ class ProbeMap:
     after_norm: bool = True
 
     def __post_init__(self) -> None:
+        of_kind("backbone", self.backbone, AnyBackbone, "a backbone; pb.load_probe(model) makes one", ModelError)
+        of_kind("decoder", self.decoder, Decoder, "a Decoder; pb.load_probe takes names and functions", DecoderError)
         if self.at != INPUTS:
             self.backbone.check_layer(self.at)
         for layer in self.decoder.layers:
@@ -80,6 +84,23 @@ class ProbeMap:
                 + (", or set read_probe_layer=True." if self.at in self.decoder.layers else ".")
             )
         check_metric(self.output_metric, self.decoder.name, distance=self.distance is not None)
+
+    def __repr__(self) -> str:
+        own = f"{self.backbone.name!r}, decoder={self.decoder.name!r}, layer={self.layer!r}"
+        set_apart = [
+            f"{name}={_name(value)}"
+            for name, value in (("distance", self.distance), ("output_metric", self.output_metric))
+            if value is not None
+        ]
+        set_apart += [f"{name}=False" for name in ("read_probe_layer", "after_norm") if not getattr(self, name)]
+        return f"ProbeMap({', '.join([own, *set_apart, f'device={str(self.device)!r}'])})"
+
+    def _repr_html_(self) -> str:
+        from pullback.report.notebook import probe_html
+
+        backbone, held = self.backbone, {"decoder": self.decoder.name, "layer": str(self.layer)}
+        facts = held | {"width": str(backbone.dim), "patches": f"{backbone.patch_size} pixels", "on": str(self.device)}
+        return probe_html(self.name, backbone.depth, self.layers, self.decoder.layers, facts)
 
     # Where the probe sits
 
@@ -151,13 +172,19 @@ class ProbeMap:
     # Features
 
     @torch.no_grad()
-    def features(self, images: Tensor) -> Tensor:
-        """Compute F^l [B, N, D] of images [B, 3, H, W], or x [B, N, K D] at the decoder's inputs.
+    def features(self, images: Pictures, *, normalized: bool = False) -> Tensor:
+        """Compute F^l [B, N, D] of images, or x [B, N, K D] at the decoder's inputs.
+
+        ``images``: normalised floats or uint8 [B, 3, H, W], which keep their size; PIL images or uint8 arrays
+        [H, W, 3], resized and cropped as files are; a list of one kind; or what an image processor of transformers
+        returned. uint8 and PIL images are normalised for the model. Floats without a negative value look as if they
+        were not, and are refused unless ``normalized=True``. Of a VGGT: views [S, 3, H, W] or scenes of them
+        [B, S, 3, H, W], uint8 or in [0, 1].
 
         Where the map needs more than these numbers, they carry it (`Features`): the token layout and, by layer, what
         the decoder reads that a change of F^l does not reach.
         """
-        samples = self.backbone.batch(images)
+        samples = self.backbone.batch(images, normalized=normalized)
         layout = self.backbone.token_layout(samples)
         batches = samples.split(max(1, FEATURE_BATCH // layout.views))
         states = [self.backbone.states(batch, (*self._held, *self.layers)) for batch in batches]
@@ -315,6 +342,7 @@ class ProbeMap:
     def _unpack(self, features: Tensor) -> tuple[Tensor, TokenLayout, dict[int, Tensor]]:
         """Return the features as a plain tensor, their layout, and what they carry of the layers held."""
         width = self.backbone.tap_dim * len(self.layers) if self._layer is None else self.backbone.dim
+        of_kind("features", features, Tensor, f"what probe.features(images) returned, [B, N, {width}]", ShapeError)
         if features.ndim != 3 or features.shape[-1] != width:
             raise ShapeError(f"features: expected [B, N, {width}], got {list(features.shape)}.")
         below = getattr(features, "below", {})
@@ -347,3 +375,7 @@ class ProbeMap:
     def load_views(self, path: ImageSource, size: int | None = None) -> Tensor:
         """Read the views of one scene, for a backbone that takes several: [1, S, 3, H, W], ``size`` wide."""
         return self.backbone.load_views(path, size)
+
+
+def _name(function: object) -> str:
+    return getattr(function, "__name__", type(function).__name__)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pullback.backbones import AnyBackbone, Backbone
+from pullback.checks import of_kind
 from pullback.errors import PullbackError
 from pullback.pruning.matching import (
     Leftover,
@@ -56,10 +57,12 @@ class StageRecord:
 @dataclass(frozen=True, eq=False)
 class PrunedRun:
     """``taps``: F^l, before the final norm, of the layers that were asked for. Whole sequences [B, N, D] where the plan
-    re-inserts (and before its first stage), otherwise the tokens that are left [B, K, D]."""
+    re-inserts (and before its first stage), otherwise the tokens that are left [B, K, D]. ``log_sizes`` [B, K]: what
+    attention adds for the tokens that are left in the end and stand for several, None: nothing."""
 
     taps: tuple[Tensor, ...]
     records: tuple[StageRecord, ...]
+    log_sizes: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,7 +135,8 @@ def forward(
                 leftovers.append(leftover(plan.reinsert, matching, x.values, after.values))
             x = after
             rope = backbone.rope_of(x.values, layout, x.positions)
-    return PrunedRun(tuple(taps[layer] for layer in layers), tuple(records))
+    sizes = x.log_sizes if plan.reinsert == "none" else None
+    return PrunedRun(tuple(taps[layer] for layer in layers), tuple(records), sizes)
 
 
 def decide(
@@ -234,6 +238,7 @@ def stage_scores(
     backbone: AnyBackbone, plan: PrunePlan, scores: Sequence[Choice], named: Callable[[Choice], Score] = as_score
 ) -> list[Score]:
     """Return one score per stage, each checked against the backbone and its stage; ``named`` makes one of a choice."""
+    of_kind("plan", plan, PrunePlan, "a PrunePlan; pb.prune makes one of a ratio and stages")
     plan.check_depth(backbone.depth)
     if isinstance(scores, str):  # whose letters would be taken for scores
         raise PullbackError(f"scores: expected a list with one for each stage or one for all, [{scores!r}].")

@@ -6,6 +6,7 @@ gives the model back. A pruned model is saved as
     folder/pruned.json   plan, score of each stage, the networks whose metric d_task takes, class of the model
     folder/heads/0, ...  what the networks' own save_pretrained writes, each network once, whatever it is used for
     folder/model/        the model's own save_pretrained
+    preprocessor_config.json, here and in model/, for AutoImageProcessor, where an image processor is given or found
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import logging
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +24,25 @@ import torch
 from torch import Tensor, nn
 
 from pullback import registry
-from pullback.backbones import load_backbone
-from pullback.backbones.families import ASSEMBLE, FIXED_SIZE, assembler, check_output_class
+from pullback.backbones import Backbone, Remaining, load_backbone
 from pullback.backbones.loading import first_line, locate, read_config, reader_of
+from pullback.backbones.outputs import FIXED_SIZE, as_images, assembler, check_output_class, no_assembler
 from pullback.errors import ModelError, PullbackError, ShapeError
 from pullback.pruning.forward import PrunedRun, forward, prepared
 from pullback.pruning.plan import PrunePlan
 from pullback.pruning.plan import preset as named_plan
 from pullback.pruning.scores import Choice, HeadScore, Modes, StageModes, check_weights, metric_score, networks_of
-from pullback.runs.files import read_json, write_json, write_network
+from pullback.runs.files import make_folder, read_json, replaced_folder, write_bytes, write_json, write_network
 
 DOCUMENT, HEADS, MODEL = "pruned.json", "heads", "model"
+PROCESSOR = ("preprocessor_config.json", "processor_config.json")  # the files that AutoImageProcessor looks for
 MODES = "modes"  # where older folders have the networks of d_task, by stage
 EXTRAS = ("output_hidden_states", "output_attentions")
+_TAKEN_APART = ("backbone", "_assemble", "_places")
+_SHORTENED = (
+    "last_hidden_state of this pruned model has fewer tokens than the model's: its pooled output and class token are "
+    "safe to read, patch tokens are not"
+)
 logger = logging.getLogger(__name__)
 
 
@@ -57,20 +65,33 @@ def prune(
 ) -> PrunedModel:
     """Return a frozen model that removes the tokens that its task hardly uses.
 
-    ``model``: a transformers DINOv2, CLIP vision, ViT or Depth Anything model, or one of ours, in evaluation mode.
+    ``model``: a transformers DINOv2, CLIP or SigLIP vision, ViT or Depth Anything model, an image classifier made of
+    one, one of ours, or one of a registered family, in evaluation mode.
     ``score``: an importance head, a name (random, tome, strided, evit, norm, cls-similarity, or a registered one) or a
     function of the tokens [B, N, D] and the context; one for all stages, or one for each. ``ratio``: share of the patch
     tokens that is removed in the end, split equally over the stages, or a share for each. ``stages``: removal after
-    these blocks. ``dense``: all patch tokens come back in the output, for decoders that read them (default: where
-    the model has such a decoder). ``modes``: preset "paper" on class tokens matches by d_task, with the metric of a
-    Spectral Pullback Network: the score itself, or this one; or with exact modes, a function.
+    these blocks.
+    ``dense``: all patch tokens come back to their places in the output (default: where the model's own decoder or
+    classifier reads them); without it last_hidden_state holds the tokens that are left, and only its class token and
+    the pooled output are safe to read. ``modes``: preset "paper" on class tokens matches by d_task, with the
+    metric of a Spectral Pullback Network: the score itself, or this one; or with exact modes, a function.
     """
     scores: list[Any] = list(score) if isinstance(score, (list, tuple, nn.ModuleList)) else [score]
     pruned = PrunedModel(model, plan_for(model, preset, ratio, stages, dense=dense), scores, modes)
     check_weights(pruned.backbone, networks_of(pruned.scores, pruned.modes))
     for note in pruned.plan.notes(pruned.backbone.depth):
         logger.warning(note)
+    if pruned.shortened:
+        _say_once(
+            f"{_SHORTENED}. To read patch tokens, for means, maps and heads of your own, prune with dense=True, which "
+            "brings all of them back to their places. This is said once."
+        )
     return pruned
+
+
+@cache
+def _say_once(note: str) -> None:
+    logger.warning(note)
 
 
 def plan_for(
@@ -79,12 +100,18 @@ def plan_for(
     """Return the named plan for this model; ``dense`` as in `prune`."""
     _check_model(model)
     backbone = load_backbone(model)
-    assembler(backbone)  # refuses families whose output cannot be put together again
+    if assembler(backbone) is None:
+        raise no_assembler(backbone)
     if dense is None:
-        dense = bool(backbone.hook_layers)
-    if not dense and backbone.hook_layers:
-        raise PullbackError(f"dense: the decoder of {backbone.name} reads all patch tokens, so they must come back.")
+        dense = backbone.reads_patches
+    if not dense and backbone.reads_patches:
+        raise PullbackError(f"dense: {_reader(backbone)} reads all patch tokens, so they must come back. Leave it out.")
     return named_plan(preset, ratio, stages, dense=dense, depth=backbone.depth)
+
+
+def _reader(backbone: Backbone) -> str:
+    """Name the part of a model that reads all patch tokens."""
+    return f"the {'decoder' if backbone.hook_layers else 'classifier'} of {backbone.name}"
 
 
 def _check_model(model: Any) -> None:
@@ -131,7 +158,7 @@ class PrunedModel(Pruned):
 
     @property
     def config(self) -> Any:
-        return self.model.config
+        return getattr(self.model, "config", None)
 
     @property
     def device(self) -> torch.device:
@@ -146,10 +173,31 @@ class PrunedModel(Pruned):
         return "pixel_values"
 
     @property
+    def input_modalities(self) -> tuple[str, ...]:
+        return ("image",)
+
+    def can_generate(self) -> bool:
+        """Answer transformers' pipelines, which ask: no, it makes no text."""
+        return False
+
+    @property
     def has_output(self) -> bool:
         """Whether the model's own output can be made of what this plan leaves; `run` works without it, too."""
-        back = self.plan.reinsert != "none" or not self.backbone.hook_layers
-        return back and self.backbone.family in ASSEMBLE
+        back = self.plan.reinsert != "none" or not self.backbone.reads_patches
+        return back and self._assemble is not None
+
+    @property
+    def shortened(self) -> bool:
+        """Whether the output holds tokens, and fewer of them than the model's own."""
+        left = self.plan.ratio > 0 and self.plan.reinsert == "none"
+        return left and self.has_output and self.backbone.classifier is None
+
+    def __repr__(self) -> str:
+        shares = ", ".join(
+            f"{share:.3g} after block {stage}" for stage, share in zip(self.plan.stages, self.plan.shares, strict=True)
+        )
+        note = _SHORTENED if self.shortened else "its output has the shape of the model's"
+        return f"PrunedModel({type(self.model).__name__}, share of the patch tokens removed: {shares}; {note})"
 
     def train(self, mode: bool = True) -> PrunedModel:
         """Stay in evaluation mode, also inside a network that is trained: the model is frozen, and not ours alone."""
@@ -160,6 +208,9 @@ class PrunedModel(Pruned):
             raise ShapeError(f"pixel_values: expected images [B, 3, H, W], got {type(pixel_values).__name__}.")
         if self.plan.ratio == 0:
             return self.model(pixel_values, **options)
+        if self.backbone.family == "siglip2":
+            mask, shapes = options.pop("pixel_attention_mask", None), options.pop("spatial_shapes", None)
+            pixel_values = as_images(pixel_values, mask, shapes, self.backbone.patch_size)
         as_tuple = self._as_tuple(options.pop("return_dict", None))
         self._check(options)
         self._check_size(pixel_values, bool(options.get("interpolate_pos_encoding")))
@@ -172,16 +223,18 @@ class PrunedModel(Pruned):
 
     def with_record(self, pixel_values: Tensor) -> tuple[Any, PrunedRun]:
         """Return the model's output by the pruned route, and what each stage did."""
-        assemble = assembler(self.backbone)
+        if self._assemble is None:
+            raise no_assembler(self.backbone)
         if not self.has_output:
             raise PullbackError(
-                f"plan: the decoder of {self.backbone.name} reads all patch tokens, so they must come back; got a plan "
-                'with reinsert="none". Of such a plan run(images, layers) gives the tokens that are left.'
+                f"plan: {_reader(self.backbone)} reads all patch tokens, so they must come back; got a plan with "
+                'reinsert="none". Of such a plan run(images, layers) gives the tokens that are left.'
             )
-        layers = tuple(sorted({*self.backbone.hook_layers, self.backbone.depth - 1}))
-        run = self.run(pixel_values, layers)
+        hooks = self.backbone.hook_layers
+        run = self.run(pixel_values, (*hooks, self.backbone.depth - 1))
         layout = self.backbone.token_layout(self._whole_patches(pixel_values))
-        return assemble(self.backbone, dict(zip(layers, run.taps, strict=True)), layout), run
+        left = Remaining(run.taps[-1], layout, run.log_sizes, run.taps[: len(hooks)])
+        return self._assemble(self.backbone, left), run
 
     def run(self, pixel_values: Tensor, layers: Sequence[int]) -> PrunedRun:
         """Return the tokens at some layers, and what each stage did."""
@@ -190,9 +243,20 @@ class PrunedModel(Pruned):
         images = self._whole_patches(pixel_values)
         return forward(self.backbone, images, self.plan, self.scores, layers=layers, modes=self.modes)
 
-    def save_pretrained(self, folder: str | Path) -> Path:
-        """Write the plan, the heads and the model, for `from_pretrained`. What cannot be saved is refused before."""
+    def save_pretrained(self, folder: str | Path, *, processor: Any | None = None) -> Path:
+        """Write the plan, the heads and the model, for `from_pretrained`. What cannot be saved is refused before.
+
+        ``processor``: the model's image processor, for AutoImageProcessor.from_pretrained(folder); by default the one
+        beside the weights that the model was loaded from, where there is one. A model of your own without
+        save_pretrained is left out, and passed to `from_pretrained`.
+        """
         folder = Path(folder)
+        if processor is not None and not hasattr(processor, "save_pretrained"):
+            raise ModelError(
+                f"processor: expected an image processor of transformers, got {type(processor).__name__}. Load it by "
+                "AutoImageProcessor.from_pretrained."
+            )
+        published = _published_processor(self.model) if processor is None else {}
         scores = [_name_or_network(score, number) for number, score in enumerate(self.scores)]
         modes = _networks_of(self.modes)
         networks = list(dict.fromkeys(choice for choice in [*scores, *modes.values()] if not isinstance(choice, str)))
@@ -203,10 +267,15 @@ class PrunedModel(Pruned):
             "modes": {layer: entries[network] for layer, network in modes.items()},
             "class": _address(self.model),
         }
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         for network, entry in entries.items():
             network.save_pretrained(folder / entry["head"])
-        _write_model(self.model, folder / MODEL)
+        saved = _write_model(self.model, folder / MODEL)
+        for place in (folder, folder / MODEL) if saved else (folder,):
+            for name, content in published.items():
+                write_bytes(place / name, content)
+            if processor is not None:
+                processor.save_pretrained(place)
         write_json(folder / DOCUMENT, document)
         return folder
 
@@ -270,7 +339,7 @@ class PrunedModel(Pruned):
         """Raise an error where the model would: for another size than the trained one, unless it is asked for."""
         if interpolate or self.backbone.family not in FIXED_SIZE:
             return
-        size = self.config.image_size
+        size = getattr(self.config, "vision_config", self.config).image_size
         expected = (size, size) if isinstance(size, int) else tuple(size)
         if tuple(images.shape[-2:]) != expected:
             raise ShapeError(
@@ -283,6 +352,7 @@ class PrunedModel(Pruned):
         """Refer to the parameters that the model has now; they, and the layers that hold them, are kept to notice
         others later."""
         self.backbone = load_backbone(self.model)
+        self._assemble = assembler(self.backbone)
         self._places = [
             (place, name, value)
             for module in self.model.modules()
@@ -302,7 +372,7 @@ class PrunedModel(Pruned):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what refers to parameters: a copy takes its own model apart, and follows that one's changes."""
-        return {name: value for name, value in self.__dict__.items() if name not in ("backbone", "_places")}
+        return {name: value for name, value in self.__dict__.items() if name not in _TAKEN_APART}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -358,11 +428,41 @@ def _read_network(entry: dict[str, str], folder: Path) -> nn.Module:
     return network.to(dtype) if isinstance(dtype, torch.dtype) else network
 
 
-def _write_model(model: Any, folder: Path) -> None:
-    if hasattr(model, "save_pretrained"):
-        model.save_pretrained(folder)
+def _write_model(model: Any, folder: Path) -> bool:
+    """Write the model, and return whether that was possible."""
+    own = type(model).__module__.startswith("pullback.")
+    if not own and not hasattr(model, "save_pretrained"):
+        logger.warning(
+            f"{type(model).__name__} has no save_pretrained, so the folder holds the plan and the heads alone. Save "
+            "the model yourself, and pass it: PrunedModel.from_pretrained(folder, model=model)."
+        )
+        return False
+    with replaced_folder(folder) as temporary:
+        if own:
+            write_network(temporary, model, asdict(model.config))
+        else:
+            model.save_pretrained(temporary)
+    return True
+
+
+def _published_processor(model: nn.Module) -> dict[str, bytes]:
+    """Return the files of the image processor beside the weights that a model was loaded from, by name; of a hub id
+    those in the cache."""
+    source = str(getattr(model, "name_or_path", ""))
+    if not source:
+        return {}
+    if Path(source).is_dir():
+        found = {name: Path(source) / name for name in PROCESSOR}
     else:
-        write_network(folder, model, asdict(model.config))
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+
+        try:
+            cached = {name: try_to_load_from_cache(source, name) for name in PROCESSOR}
+        except HFValidationError:  # a folder that is no longer there
+            return {}
+        found = {name: Path(path) for name, path in cached.items() if isinstance(path, str)}
+    return {name: path.read_bytes() for name, path in found.items() if path.is_file()}
 
 
 def _read_model(address: str, folder: Path) -> nn.Module:

@@ -15,9 +15,15 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
+from matplotlib.textpath import TextPath
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from PIL import Image
+
+from pullback.report.heat import lay_over, limits
 
 DPI = 150
+MAX_BYTES = 1_000_000
+_TITLE_SIZE = 10
 
 
 @dataclass(frozen=True)
@@ -91,17 +97,9 @@ class PictureGrid:
         return axes
 
 
-def relative_energy(patches: np.ndarray) -> np.ndarray:
-    """Divide energies [b, h, w] by their mean over each picture."""
-    relative: np.ndarray = patches / np.maximum(patches.mean((1, 2), keepdims=True), 1e-300)
-    return relative
-
-
 def energy_scale(relative: np.ndarray) -> LogNorm:
-    """Choose one colour scale for all pictures of a figure, at most two and a half decades wide."""
-    low, high = np.percentile(relative, [5, 99.5])
-    high = max(float(high), 1.5)
-    return LogNorm(min(max(float(low), high / 300), 0.7), high)
+    """Choose one colour scale for all pictures of a figure."""
+    return LogNorm(*limits(relative))
 
 
 def energy_bar(grid: PictureGrid, axes: Axes, scale: LogNorm) -> None:
@@ -113,12 +111,10 @@ def energy_bar(grid: PictureGrid, axes: Axes, scale: LogNorm) -> None:
 
 
 def lay_energy_over(axes: Axes, picture: np.ndarray, relative: np.ndarray, scale: LogNorm) -> None:
-    """Draw a picture in grey under its patches in the colours of their energy."""
-    height, width = picture.shape[:2]
-    grey = (picture.astype(float) @ np.array([0.299, 0.587, 0.114])) / 255
-    axes.imshow(grey, cmap="gray", vmin=-0.2, vmax=1.2)
-    extent = (-0.5, width - 0.5, height - 0.5, -0.5)
-    axes.imshow(relative, cmap="inferno", norm=scale, alpha=0.75, interpolation="nearest", extent=extent)
+    """Draw a picture under its patches in the colours of their energy."""
+    low, high = scale.vmin, scale.vmax
+    assert low is not None and high is not None  # as `energy_scale` sets them
+    axes.imshow(lay_over(picture, relative, (low, high)))
 
 
 def corner_note(axes: Axes, text: str) -> None:
@@ -139,13 +135,35 @@ def plain_log_ticks(axes: Axes, along: str = "y") -> None:
 
 
 def title(figure: Figure, text: str, **where: Any) -> None:
-    """Write a title at the left edge."""
-    figure.suptitle(text, x=0.06 / figure.get_figwidth(), ha="left", fontsize=10, **where)
+    """Write a title at the left edge, broken into lines where the figure is too narrow for it."""
+    broken = "\n".join(lines_of(text, figure.get_figwidth()))
+    figure.suptitle(broken, x=0.06 / figure.get_figwidth(), ha="left", fontsize=_TITLE_SIZE, **where)
 
 
 def title_at_the_top(figure: Figure, text: str) -> None:
-    """Write a title into the top margin of a `PictureGrid`."""
+    """Write a title into the top margin of a `PictureGrid`, which `title_room` measures."""
     title(figure, text, y=1 - 0.07 / figure.get_figheight(), va="top")
+
+
+def lines_of(text: str, width: float) -> list[str]:
+    """Break a title into lines that fit a figure of this width in inches; a word alone may be longer."""
+    lines: list[str] = []
+    for word in text.split(" "):
+        longer = f"{lines[-1]} {word}" if lines else word
+        if lines and _inches(longer) <= width - 0.12:
+            lines[-1] = longer
+        else:
+            lines.append(word)
+    return lines
+
+
+def title_room(text: str, width: float) -> float:
+    """Return the height in inches that the title of a figure of this width takes beyond its first line."""
+    return 0.17 * (len(lines_of(text, width)) - 1)
+
+
+def _inches(text: str) -> float:
+    return float(TextPath((0, 0), text, size=_TITLE_SIZE).get_extents().width) / 72
 
 
 def beside(axes: Axes, text: str, y: float = 0.5) -> None:
@@ -153,9 +171,22 @@ def beside(axes: Axes, text: str, y: float = 0.5) -> None:
     axes.text(-0.03, y, text, rotation=90, ha="right", va="center", fontsize=8, transform=axes.transAxes)
 
 
-def png(figure: Figure, dpi: int) -> bytes:
-    """Return a figure as a PNG file."""
-    FigureCanvasAgg(figure)
+def png(figure: Figure, dpi: float) -> bytes:
+    """Return a figure as a PNG file of less than a megabyte: with 256 colours, and then smaller, where it must be."""
+    canvas = FigureCanvasAgg(figure)
+    while True:
+        figure.set_dpi(dpi)
+        canvas.draw()
+        picture = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
+        content = _encoded(picture)
+        if len(content) >= MAX_BYTES:
+            content = _encoded(picture.quantize(256))
+        if len(content) < MAX_BYTES:
+            return content
+        dpi *= 0.85
+
+
+def _encoded(picture: Image.Image) -> bytes:
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=dpi, pil_kwargs={"compress_level": 4})  # half the time, 5 % larger
+    picture.save(buffer, "PNG", compress_level=4)  # half the time, 5 % larger
     return buffer.getvalue()

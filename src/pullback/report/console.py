@@ -21,6 +21,7 @@ from pullback.report.wording import (
     percent,
     plain,
     plus_minus,
+    regime,
     samples,
     short_name,
     times,
@@ -74,18 +75,21 @@ def layer_table(layers: list[dict[str, Any]], width: int, unit: str) -> Table:
     for rank in layers[0]["kappa_at"]:
         table.add_row(f"captured energy κ({rank})", *(_kappa(layer["kappa_at"][rank], int(rank)) for layer in layers))
     for label, cell in _ROWS.items():
-        table.add_row(label.replace("image", unit), *(cell(layer) for layer in layers))
+        cells = [cell(layer) for layer in layers]
+        if any(cells):
+            table.add_row(label.replace("image", unit), *cells)
     return table
 
 
-_ROWS: dict[str, Callable[[dict[str, Any]], RenderableType]] = {
+_ROWS: dict[str, Callable[[dict[str, Any]], str | Text]] = {
     "rank for 90 % of it": lambda layer: lower_bound(layer["r90"]),
     "effective rank (first r)": lambda layer: plus_minus(layer["r_eff_trunc"], layer["r_eff_trunc_se"]),
     "effective rank (all)": lambda layer: plus_minus(layer["r_eff_slq"]["mean"], layer["r_eff_slq"]["se"]),
     "CV over tokens": lambda layer: plus_minus(layer["cv"]["mean"], layer["cv"]["se"]),
     "  of a random direction": lambda layer: _null(layer["cv"]),
-    "CV over patches": lambda layer: plus_minus(layer["cv"]["patches"], layer["cv"]["patches_se"]),
-    "regime": lambda layer: Text(f"({layer['regime']}) {layer['regime_title']}", style="cyan"),
+    "CV over patches": lambda layer: _cv_over_patches(layer["cv"]),
+    "regime": lambda layer: Text(regime(layer), style="cyan"),
+    "  over patches": lambda layer: _over_patches(layer),
     "products per image": lambda layer: f"{layer['products_per_image']:,.0f} {layer['method']}",
     "seconds": lambda layer: f"{layer['seconds']:.1f}",
 }
@@ -95,10 +99,22 @@ def _kappa(at: dict[str, Any], rank: int) -> str:
     return percent(at) + (f"\nat rank {at['rank_used']}" if at["rank_used"] != rank else "")
 
 
+def _over_patches(layer: dict[str, Any]) -> Text:
+    """The regime of the patches, which alone can be pruned; empty where all tokens are patches, or in older files."""
+    found = layer.get("regime_over_patches")
+    return Text("" if found is None else regime(found), style="cyan")
+
+
 def _null(cv: dict[str, Any]) -> Text:
     if cv["indistinguishable_from_random"]:
         return Text(f"{plain(cv['null'], 2)} = CV", style="yellow")
     return Text(plain(cv["null"], 2), style="dim")
+
+
+def _cv_over_patches(cv: dict[str, Any]) -> Text:
+    text = plus_minus(cv["patches"], cv["patches_se"])
+    at_the_null = cv.get("patches_indistinguishable_from_random", False)  # files of earlier versions do not say
+    return Text(f"{text}, random", style="yellow") if at_the_null else Text(text)
 
 
 def convergence_table(layers: list[dict[str, Any]]) -> Table:
@@ -122,8 +138,7 @@ def _advice(layers: list[dict[str, Any]]) -> list[RenderableType]:
     """Write each distinct finding once, with the layers it holds for."""
     parts: list[RenderableType] = []
     for names, layer in findings(layers):
-        regime = f"regime ({layer['regime']}), {layer['regime_title']}."
-        parts.append(Text.assemble((f"{names}: ", "bold"), (regime, "cyan")))
+        parts.append(Text.assemble((f"{names}: ", "bold"), (f"regime {regime(layer)}.", "cyan")))
         parts.append(Padding(Text(layer["advice"]), (0, 0, 0, 2), expand=False))
     return parts
 

@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LogNorm
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure, SubFigure
 from matplotlib.ticker import MaxNLocator
 
 from pullback.report.canvas import (
@@ -25,12 +25,13 @@ from pullback.report.canvas import (
     lay_energy_over,
     plain_log_ticks,
     png,
-    relative_energy,
     style,
     title,
     title_at_the_top,
 )
+from pullback.report.heat import relative_energy
 from pullback.report.prune_figures import draw_prune
+from pullback.report.run_figures import draw_plan, draw_training
 from pullback.report.wording import percent, sample_count, share, short_name, unit
 from pullback.runs import documents as files
 from pullback.runs.files import write_bytes
@@ -45,13 +46,23 @@ def draw_all(folder: Path) -> list[str]:
     """Draw the figures of a folder, whichever run it holds, and return their names.
 
     A diagnosis has `spectrum.png` and a `tokens_*.png` for each layer; figures of an earlier run's layers are removed.
-    The demo's scenes have `scenes.png`, a pruning comparison `prune.png` and what goes with it.
+    The demo's scenes have `scenes.png`, a pruning comparison `prune.png` and what goes with it, a plan `plan.png`, a
+    training run `training.png`.
     """
-    if (folder / files.SUMMARY).is_file():
-        return draw_prune(folder)
-    if (folder / files.SCENES).is_file():
-        write_bytes(folder / files.SCENES_FIGURE, scenes_png(files.read_scenes(folder)))
-        return [files.SCENES_FIGURE]
+    for file, draw in _DRAWN.items():
+        if (folder / file).is_file():
+            return draw(folder)
+    return draw_diagnosis(folder)
+
+
+def draw_scenes(folder: Path) -> list[str]:
+    """Draw `scenes.png`."""
+    write_bytes(folder / files.SCENES_FIGURE, scenes_png(files.read_scenes(folder)))
+    return [files.SCENES_FIGURE]
+
+
+def draw_diagnosis(folder: Path) -> list[str]:
+    """Draw `spectrum.png` and a `tokens_*.png` for each layer."""
     document = files.read_diagnosis(folder)
     arrays = files.read_importance(folder)
     figures = {files.SPECTRUM: spectrum_png(document)}
@@ -65,39 +76,71 @@ def draw_all(folder: Path) -> list[str]:
     return list(figures)
 
 
-def spectrum_png(document: dict[str, Any], theme: Theme = LIGHT, dpi: int = DPI) -> bytes:
-    """Draw the share of |J|_F^2 in direction j (left) and in the first j directions, kappa(j) (right)."""
-    layers, count = document["layers"], sample_count(document)
+def spectrum_png(document: dict[str, Any], theme: Theme = LIGHT, dpi: int = DPI, narrow: bool = False) -> bytes:
+    """Draw the spectra of all layers of a diagnosis, see `spectrum_axes`; ``narrow``: one below the other."""
+    layers, words = document["layers"], _averaged(sample_count(document), unit(document))
     with style(theme):
-        figure = Figure(figsize=(9.6, 3.8), layout="constrained")
-        decay, capture = figure.subplots(1, 2)
-        for layer, colour in zip(layers, _colours(len(layers), theme), strict=True):
-            shares, own_error = _shares(layer)
-            label = f"{files.layer_name(layer['layer'])}   κ({layer['rank_used']}) = {percent(layer['kappa'])}"
-            _curve(decay, 100 * shares, own_error, colour, label)
-            _curve(capture, 100 * shares.cumsum(1), own_error, colour, label)
-        decay.set_yscale("log")
-        plain_log_ticks(decay)
-        decay.set(xlabel="direction j", ylabel=r"energy in direction j,  $\sigma_j^2\,/\,\|J\|_F^2$  (%)")
-        capture.set(xlabel="rank j", ylabel="energy in the first j,  κ(j)  (%)", ylim=(0, 102))
-        capture.axhline(90, color=theme.faint, lw=0.8, ls=(0, (4, 3)), zorder=0)
-        capture.annotate(
-            "90 %",
-            (0.01, 90),
-            xycoords=("axes fraction", "data"),
-            xytext=(0, 2),
-            textcoords="offset points",
-            fontsize=8,
-            color=theme.faint,
-        )
-        for axes in (decay, capture):
-            axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10], min_n_ticks=2))
-            axes.margins(x=0.02)
-        handles, labels = decay.get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=min(3, len(labels)), frameon=False)
-        mean = f"mean of {count} {unit(document)}s" if count > 1 else f"one {unit(document)}"
-        title(figure, f"{short_name(document['model'])}, {document['decoder']}: {mean}, bands ± 2 standard errors")
+        size = (4.8, 6.6 + 0.2 * len(layers)) if narrow else (9.6, 3.8)
+        figure = Figure(figsize=size, layout="constrained")
+        spectrum_axes(figure, layers, theme, narrow)
+        title(figure, f"{short_name(document['model'])}, {document['decoder']}: {words}")
         return png(figure, dpi)
+
+
+def overview_figure(layer: dict[str, Any], energy: np.ndarray, name: str, unit: str) -> Figure:
+    """Draw the spectrum of one probe, and below it the energies of patches [n, rows, columns] (1 being their mean)."""
+    rows, columns = energy.shape[1:]
+    width = 9.6
+    across = max(len(energy), 4)
+    tall = (width - 1.2) / across * rows / columns + 0.5
+    with style(LIGHT):
+        figure = Figure(figsize=(width, 3.8 + tall), layout="constrained")
+        halves: Any = figure.subfigures(2, 1, height_ratios=(3.8, tall))
+        above, below = halves
+        spectrum_axes(above, [layer], LIGHT)
+        scale = energy_scale(energy)
+        cells = below.subplots(1, across, squeeze=False)[0]
+        for place, axes in enumerate(cells):
+            axes.set_axis_off()
+            if place < len(energy):
+                axes.imshow(energy[place], cmap="inferno", norm=scale)
+        bar = below.colorbar(ScalarMappable(scale, "inferno"), ax=cells, extend="both", fraction=0.04, pad=0.01)
+        plain_log_ticks(bar.ax)
+        bar.outline.set_visible(False)
+        bar.set_label("energy of a patch\n(1 = their mean)", fontsize=8)
+        title(figure, f"{name}: {_averaged(len(layer['per_image']), unit)}")
+        return figure
+
+
+def spectrum_axes(figure: Figure | SubFigure, layers: list[dict[str, Any]], theme: Theme, narrow: bool = False) -> None:
+    """Draw the share of |J|_F^2 in direction j (left) and in the first j directions, kappa(j) (right)."""
+    decay, capture = figure.subplots(*((2, 1) if narrow else (1, 2)))
+    for layer, colour in zip(layers, _colours(len(layers), theme), strict=True):
+        shares, own_error = _shares(layer)
+        named = f"{files.layer_name(layer['layer'])}   " if layer["layer"] != "" else ""
+        label = f"{named}κ({layer['rank_used']}) = {percent(layer['kappa'])}"
+        _curve(decay, 100 * shares, own_error, colour, label)
+        _curve(capture, 100 * shares.cumsum(1), own_error, colour, label)
+    decay.set_yscale("log")
+    plain_log_ticks(decay)
+    decay.set(xlabel="direction j", ylabel=r"energy in direction j,  $\sigma_j^2\,/\,\|J\|_F^2$  (%)")
+    capture.set(xlabel="rank j", ylabel="energy in the first j,  κ(j)  (%)", ylim=(0, 102))
+    capture.axhline(90, color=theme.faint, lw=0.8, ls=(0, (4, 3)), zorder=0)
+    capture.annotate(
+        "90 %",
+        (0.01, 90),
+        xycoords=("axes fraction", "data"),
+        xytext=(0, 2),
+        textcoords="offset points",
+        fontsize=8,
+        color=theme.faint,
+    )
+    for axes in (decay, capture):
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10], min_n_ticks=2))
+        axes.margins(x=0.02)
+    handles, labels = decay.get_legend_handles_labels()
+    columns = 1 if narrow else min(3, len(labels))
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
 
 
 def tokens_png(layer: dict[str, Any], arrays: dict[str, np.ndarray], theme: Theme = LIGHT, dpi: int = DPI) -> bytes:
@@ -134,7 +177,7 @@ def views_png(layer: dict[str, Any], arrays: dict[str, np.ndarray], theme: Theme
     name = files.layer_name(layer["layer"])
     shown = [scene for scene in range(len(arrays["views"])) if files.thumbnails_of(scene) in arrays]
     pictures = [arrays[files.thumbnails_of(scene)] for scene in shown]
-    energies = [_view_energies(arrays, name, scene) for scene in shown]
+    energies = [view_energies(arrays, name, scene) for scene in shown]
     rows = [first for views in pictures for first in range(0, len(views), _VIEWS_IN_A_ROW)]
     columns = min(_VIEWS_IN_A_ROW, max(map(len, pictures)))
     aspect = max(views.shape[1] / views.shape[2] for views in pictures)
@@ -143,7 +186,7 @@ def views_png(layer: dict[str, Any], arrays: dict[str, np.ndarray], theme: Theme
         scale = energy_scale(np.concatenate([relative.ravel() for relative, _ in energies]))
         place = 0
         for scene, views, (relative, outside) in zip(shown, pictures, energies, strict=True):
-            beside(grid.cells[place][0], _scene_name(arrays, scene, len(views)), y=0.0)
+            beside(grid.cells[place][0], scene_name(arrays, scene, len(views)), y=0.0)
             for view, picture in enumerate(views):
                 row, column = place + 2 * (view // _VIEWS_IN_A_ROW), view % _VIEWS_IN_A_ROW
                 above, below = grid.cells[row][column], grid.cells[row + 1][column]
@@ -184,6 +227,12 @@ def scenes_png(arrays: dict[str, np.ndarray], theme: Theme = LIGHT, dpi: int = D
         _bar_below(grid, 3, len(tasks), ScalarMappable(scale, "inferno"), "task energy of a patch (1 = their mean)")
         title_at_the_top(grid.figure, f"{arrays['model']} on scenes it has never seen")
         return png(grid.figure, dpi)
+
+
+def _averaged(count: int, unit: str) -> str:
+    if count == 1:
+        return f"one {unit}, no error over {unit}s, bands ± 2 errors of the estimate"
+    return f"mean of {count} {unit}s, bands ± 2 standard errors"
 
 
 def _shares(layer: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
@@ -228,7 +277,7 @@ def _finish_energies(grid: PictureGrid, scale: LogNorm, layer: dict[str, Any]) -
     title_at_the_top(grid.figure, f"{files.layer_name(layer['layer'])}: {words}")
 
 
-def _view_energies(arrays: dict[str, np.ndarray], name: str, scene: int) -> tuple[np.ndarray, np.ndarray]:
+def view_energies(arrays: dict[str, np.ndarray], name: str, scene: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the energies of patches [S, rows, columns] as multiples of their mean, and of all other tokens [S] as
     shares of the scene."""
     views, prefix = int(arrays["views"][scene]), int(arrays["prefix"])
@@ -239,7 +288,7 @@ def _view_energies(arrays: dict[str, np.ndarray], name: str, scene: int) -> tupl
     return patches / max(patches.mean(), 1e-300), energy[:, :prefix].sum(1) / max(energy.sum(), 1e-300)
 
 
-def _scene_name(arrays: dict[str, np.ndarray], scene: int, shown: int) -> str:
+def scene_name(arrays: dict[str, np.ndarray], scene: int, shown: int) -> str:
     """Return the name of a scene, shortened, and how many views it has where not all are shown."""
     name, views = str(arrays["scenes"][scene]), int(arrays["views"][scene])
     short = name if len(name) <= _NAME_LENGTH else f"{name[: _NAME_LENGTH - 1]}…"
@@ -256,3 +305,12 @@ def _bar_below(grid: PictureGrid, first: int, columns: int, colours: ScalarMappa
     bar.outline.set_visible(False)
     bar.set_label(label, fontsize=8, labelpad=1)
     axes.tick_params(labelsize=7.5, pad=1)
+
+
+_DRAWN = {
+    files.SUMMARY: draw_prune,
+    files.SCENES: draw_scenes,
+    files.PLAN: draw_plan,
+    files.METRICS: draw_training,
+}
+"""The file by which a run is known: what draws its figures."""

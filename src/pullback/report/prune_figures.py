@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
-from matplotlib.collections import LineCollection
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
@@ -25,18 +24,20 @@ from pullback.report.canvas import (
     style,
     title,
     title_at_the_top,
+    title_room,
 )
-from pullback.report.wording import plain, short_name
+from pullback.report.fates import DROPPED_TINT, MERGED_TINT, lay_fates_over
+from pullback.report.wording import counted, plain, short_name
 from pullback.runs import documents as prune_files
-from pullback.runs.documents import DROPPED, MEASURES, MERGED
+from pullback.runs.documents import MEASURES
 from pullback.runs.files import write_bytes
 
 # Okabe and Ito's colours, which colour-blind readers tell apart; the reference score takes the strongest.
 _REFERENCE = "#d55e00"
 _COLOURS = ("#0072b2", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#7f7f7f", "#8c564b", "#bcbd22")
 _MARKERS = "sD^vPX<>"
-_MERGED_TINT, _DROPPED_TINT = (0.0, 0.45, 0.70), (1.0, 1.0, 1.0)
 _SIDE = 1.6  # inches
+_IMAGES, _PANELS = 3, 5  # of a figure of pictures, so that its words can be read where it is shown small
 
 
 def draw_prune(folder: Path) -> list[str]:
@@ -52,8 +53,11 @@ def draw_prune(folder: Path) -> list[str]:
     return list(figures)
 
 
-def curves_png(document: dict[str, Any], theme: Theme = LIGHT, dpi: int = DPI) -> bytes:
-    """Degradation against the ratio. One field for each preset; presets with a score of their own are dashed in all."""
+def curves_png(document: dict[str, Any], theme: Theme = LIGHT, dpi: int = DPI, narrow: bool = False) -> bytes:
+    """Degradation against the ratio. One field for each preset; presets with a score of their own are dashed in all.
+
+    ``narrow``: the fields stand below each other.
+    """
     lines: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for rule in document["rules"]:
         lines.setdefault((rule["preset"], rule["score"]), []).append(rule)
@@ -63,8 +67,10 @@ def curves_png(document: dict[str, Any], theme: Theme = LIGHT, dpi: int = DPI) -
     literature = {name: rules for name, rules in lines.items() if name[0] in own}
     fields = [name for name in document["presets"] if name not in own] or [""]
     with style(theme):
-        figure = Figure(figsize=(1.2 + 3.6 * len(fields), 3.9), layout="constrained")
-        row = figure.subplots(1, len(fields), sharey=True, squeeze=False)[0]
+        size = (4.8, 1.3 + 2.9 * len(fields)) if narrow else (1.2 + 3.6 * max(len(fields), 1.4), 3.9)
+        figure = Figure(figsize=size, layout="constrained")
+        shape = (len(fields), 1) if narrow else (1, len(fields))
+        row = figure.subplots(*shape, sharey=True, squeeze=False).flat
         for axes, preset in zip(row, fields, strict=True):
             for (name, score), rules in lines.items():
                 if name == preset:
@@ -79,67 +85,88 @@ def curves_png(document: dict[str, Any], theme: Theme = LIGHT, dpi: int = DPI) -
             axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
             axes.grid(axis="y", color=theme.faint, alpha=0.25, lw=0.6)
         plain_log_ticks(row[0])
-        row[0].set_ylabel(MEASURES[document["measure"]])
+        for axes in row if narrow else row[:1]:
+            axes.set_ylabel(MEASURES[document["measure"]])
         handles = {
             label: handle for axes in row for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
         }
         figure.legend(
-            handles.values(), handles.keys(), loc="outside lower center", ncols=min(len(handles), 4), frameon=False
+            handles.values(),
+            handles.keys(),
+            loc="outside lower center",
+            ncols=min(len(handles), 2 if narrow else 4),
+            frameon=False,
         )
         count = document["images_compared"]
-        title(figure, f"{_subject(document)}: mean of {count} images, 95 % bootstrap intervals")
+        title(figure, f"{_subject(document)}: mean of {counted(count, 'image')}, 95 % bootstrap intervals")
         return png(figure, dpi)
 
 
 def tokens_png(document: dict[str, Any], arrays: dict[str, np.ndarray], theme: Theme = LIGHT, dpi: int = DPI) -> bytes:
-    """Each image, and what became of its patches under several rules: kept, merged into another, dropped."""
-    pictures, fates, partners = arrays["pictures"], arrays["fates"], arrays["partners"]
+    """A few images, and what became of their patches under several rules: kept, merged into another, dropped."""
+    pictures, panels = arrays["pictures"][:_IMAGES], chosen_panels(arrays["ratios"])
     count, (height, width) = len(pictures), pictures.shape[1:3]
+    words = f"{_subject(document)}: what became of the patches, {MEASURES[document['measure']]}"
     with style(theme):
-        grid = PictureGrid(count, 1 + len(fates), _SIDE, height / width, (0.0, 0.0, 0.66, 0.3))
-        grid.cells[0][0].set_title("picture", fontsize=8, pad=4)
-        for panel, axes in enumerate(grid.cells[0][1:]):
-            axes.set_title(_panel_name(arrays, panel), fontsize=8, pad=4)
+        room = title_room(words, (1 + len(panels)) * (_SIDE + PictureGrid.GAP) + PictureGrid.GAP)
+        grid = PictureGrid(count, 1 + len(panels), _SIDE, height / width, (0.0, 0.0, 0.66 + room, 0.3))
+        grid.cells[0][0].set_title("picture", fontsize=9, pad=4)
+        for panel, axes in zip(panels, grid.cells[0][1:], strict=True):
+            axes.set_title(panel_name(arrays, panel), fontsize=9, pad=4)
         for image, (seen, *shown) in enumerate(grid.cells):
             seen.imshow(pictures[image])
-            for panel, axes in enumerate(shown):
-                _lay_fates_over(axes, pictures[image], fates[panel, image], partners[panel, image])
-                corner_note(axes, plain(_known(arrays["values"][panel, image])))
+            for panel, axes in zip(panels, shown, strict=True):
+                axes.imshow(
+                    lay_fates_over(pictures[image], arrays["fates"][panel, image], arrays["partners"][panel, image])
+                )
+                corner_note(axes, plain(known(arrays["values"][panel, image])))
         swatches = [
             Patch(facecolor=theme.faint, label="kept: the picture itself"),
-            Patch(facecolor=_MERGED_TINT, label="merged along the line"),
-            Patch(facecolor=_DROPPED_TINT, edgecolor=theme.faint, label="dropped"),
+            Patch(facecolor=_tint(MERGED_TINT), label="merged along the line"),
+            Patch(facecolor=_tint(DROPPED_TINT), edgecolor=theme.faint, label="dropped"),
         ]
         grid.figure.legend(
-            handles=swatches, loc="lower left", ncols=3, frameon=False, fontsize=8, handlelength=1.2,
+            handles=swatches, loc="lower left", ncols=3, frameon=False, fontsize=9, handlelength=1.2,
             bbox_to_anchor=(0, 0), borderaxespad=0.3,
         )  # fmt: skip
-        title_at_the_top(
-            grid.figure, f"{_subject(document)}: what became of the patches, {MEASURES[document['measure']]}"
-        )
+        title_at_the_top(grid.figure, words)
         return png(grid.figure, dpi)
+
+
+def chosen_panels(ratios: np.ndarray) -> list[int]:
+    """Choose at most `_PANELS` of the stored panels for a figure: ratios between the lowest and the highest go first.
+
+    The panels begin with one rule at growing ratios; what follows is at the highest.
+    """
+    lowest, highest = ratios.min(), ratios.max()
+    between = [panel for panel, ratio in enumerate(ratios) if lowest < ratio < highest]
+    too_many = max(0, len(ratios) - _PANELS)
+    left_out = set(between[:too_many])
+    return [panel for panel in range(len(ratios)) if panel not in left_out][:_PANELS]
 
 
 def output_png(document: dict[str, Any], arrays: dict[str, np.ndarray], theme: Theme = LIGHT, dpi: int = DPI) -> bytes:
     """Each image, its output by the unpruned model, and by the pruned ones."""
-    pictures, before, after = arrays["pictures"], arrays["before"], arrays["after"]
+    pictures, before, after = arrays["pictures"][:_IMAGES], arrays["before"], arrays["after"]
     count, (height, width) = len(pictures), pictures.shape[1:3]
     colours = "viridis_r" if document["measure"] == "silog" else "magma"
+    words = f"{_subject(document)}: output before and after, and {MEASURES[document['measure']]}"
+    panels = chosen_panels(arrays["ratios"])
     with style(theme):
-        grid = PictureGrid(count, 2 + len(after), _SIDE, height / width, (0.0, 0.7, 0.66, 0.0))
-        heads = ["picture", "unpruned", *(_panel_name(arrays, panel) for panel in range(len(after)))]
+        room = title_room(words, (2 + len(panels)) * (_SIDE + PictureGrid.GAP) + PictureGrid.GAP + 0.7)
+        grid = PictureGrid(count, 2 + len(panels), _SIDE, height / width, (0.0, 0.7, 0.66 + room, 0.0))
+        heads = ["picture", "unpruned", *(panel_name(arrays, panel) for panel in panels)]
         for axes, text in zip(grid.cells[0], heads, strict=True):
-            axes.set_title(text, fontsize=8, pad=4)
+            axes.set_title(text, fontsize=9, pad=4)
         for image, (seen, first, *shown) in enumerate(grid.cells):
             scale = _scale(before[image], document["measure"])
             seen.imshow(pictures[image])
             first.imshow(before[image], cmap=colours, norm=scale)
-            for panel, axes in enumerate(shown):
+            for panel, axes in zip(panels, shown, strict=True):
                 axes.imshow(after[panel, image], cmap=colours, norm=scale)
-                corner_note(axes, plain(_known(arrays["values"][panel, image])))
+                corner_note(axes, plain(known(arrays["values"][panel, image])))
             _bar(grid, image, len(heads), ScalarMappable(scale, colours))
-        what = f"output before and after, and {MEASURES[document['measure']]}"
-        title_at_the_top(grid.figure, f"{_subject(document)}: {what}")
+        title_at_the_top(grid.figure, words)
         return png(grid.figure, dpi)
 
 
@@ -166,27 +193,12 @@ def _looks(scores: list[str], reference: str) -> dict[str, tuple[str, str]]:
     return {reference: (_REFERENCE, "o"), **looks}
 
 
-def _lay_fates_over(axes: Axes, picture: np.ndarray, fates: np.ndarray, partners: np.ndarray) -> None:
-    """Tint merged patches and join them to their partners; dropped ones become nearly white."""
-    height, width = picture.shape[:2]
-    rows, columns = fates.shape
-    overlay = np.zeros((rows, columns, 4))
-    overlay[fates == MERGED] = (*_MERGED_TINT, 0.45)
-    overlay[fates == DROPPED] = (*_DROPPED_TINT, 0.88)
-    axes.imshow(picture)
-    axes.imshow(overlay, interpolation="nearest", extent=(-0.5, width - 0.5, height - 0.5, -0.5))
-    row, column = np.nonzero(fates == MERGED)
-    onto = partners[row, column]
-    inside = onto >= 0  # a partner that is no patch has no place in the picture
-    centres = [np.stack([(c + 0.5) * width / columns, (r + 0.5) * height / rows], 1) - 0.5
-               for r, c in ((row, column), (onto // columns, onto % columns))]  # fmt: skip
-    segments = np.stack(centres, 1)[inside]
-    axes.add_collection(LineCollection(list(segments), colors="white", linewidths=0.45, alpha=0.75))
-    axes.set_xlim(-0.5, width - 0.5)
-    axes.set_ylim(height - 0.5, -0.5)
+def _tint(colour: tuple[int, int, int]) -> tuple[float, ...]:
+    return tuple(part / 255 for part in colour)
 
 
-def _panel_name(arrays: dict[str, np.ndarray], panel: int) -> str:
+def panel_name(arrays: dict[str, np.ndarray], panel: int) -> str:
+    """Write which rule a panel shows."""
     preset, score = str(arrays["presets"][panel]), str(arrays["scores"][panel])
     rule = preset if preset == score else f"{preset}, {score}"
     return f"{rule}\nη = {arrays['ratios'][panel]:g}"
@@ -213,7 +225,8 @@ def _bar(grid: PictureGrid, row: int, column: int, colours: ScalarMappable) -> N
     axes.tick_params(labelsize=7, pad=1)
 
 
-def _known(value: float) -> float | None:
+def known(value: float) -> float | None:
+    """Return None for NaN, which stands for a value that does not exist."""
     return None if np.isnan(value) else float(value)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from pullback.errors import counted as counted
 from pullback.runs.documents import layer_name
 
 UNKNOWN = "–"
@@ -59,11 +60,6 @@ def missed(error: float | None) -> str:
     return UNKNOWN if error is None else f"{error:.3f}" if error >= 5e-4 else "<0.001"
 
 
-def counted(count: int, unit: str) -> str:
-    """Write "1 image", "2 images"."""
-    return f"{count} {unit}{'s' * (count != 1)}"
-
-
 def unit(document: dict[str, Any]) -> str:
     """Return what a sample of a diagnosis is called: "image" or "scene"."""
     return "scene" if "scenes" in document else "image"
@@ -75,7 +71,16 @@ def sample_count(document: dict[str, Any]) -> int:
 
 
 def samples(document: dict[str, Any]) -> str:
-    """Write "3 images at 224×224", "2 scenes of 2 to 5 views, 518 wide"."""
+    """Write "3 images at 224×224", "2 scenes of 2 to 5 views, 518 wide", "1 image at 224×224, no error over images"."""
+    return _samples(document) + no_error(sample_count(document), unit(document))
+
+
+def no_error(count: int, unit: str) -> str:
+    """Write ", no error over images" behind the number of images where it is one, and nothing otherwise."""
+    return f", no error over {unit}s" if count == 1 else ""
+
+
+def _samples(document: dict[str, Any]) -> str:
     words = counted(sample_count(document), unit(document))
     if "scenes" in document:
         views = [scene["views"] for scene in document["scenes"]]
@@ -93,9 +98,22 @@ def short_name(model: str) -> str:
     return model if len(parts) <= 2 and not model.startswith((".", "/")) else parts[-1] if parts else model
 
 
+def regime(found: dict[str, Any]) -> str:
+    """Write "(i) rich spectrum", "(iii) marginal rank, could be (i)": the regime of a layer or of its patches.
+
+    The label (ii) stands for two of them, low rank spread over tokens or concentrated on them: it never stands alone.
+    """
+    named = [
+        f"({other['regime']}) {other['regime_title']}" if other["regime"] == "ii" else f"({other['regime']})"
+        for other in found.get("regime_could_be", [])  # files of earlier versions have none
+    ]
+    text = f"({found['regime']}) {found['regime_title']}"
+    return f"{text}, could be {' or '.join(named)}" if named else text
+
+
 def findings(layers: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
     """Group layers with the same regime and advice: their names, such as "L06, L08", and the first of them."""
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for layer in layers:
-        groups.setdefault((layer["regime"], layer["advice"]), []).append(layer)
+        groups.setdefault((regime(layer), layer["advice"]), []).append(layer)
     return [(", ".join(layer_name(layer["layer"]) for layer in group), group[0]) for group in groups.values()]

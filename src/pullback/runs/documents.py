@@ -1,4 +1,4 @@
-"""The files that a diagnosis and a comparison of pruning rules leave in their folders: names, and how to read them."""
+"""The files that runs leave in their folders (diagnoses, looks, comparisons, plans, trainings): names, and readers."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pullback.errors import PullbackError
-from pullback.runs.files import read_json
+from pullback.runs.files import CONFIG, read_arrays, read_json
+from pullback.runs.rows import Rows
 
 if TYPE_CHECKING:
     import numpy as np
 
 DIAGNOSIS = "diagnosis.json"
 IMPORTANCE = "importance.npz"
+PARTS = "images.jsonl"
 SPECTRUM = "spectrum.png"
 SCENES = "scenes.npz"
 SCENES_FIGURE = "scenes.png"
@@ -34,10 +36,27 @@ def thumbnails_of(scene: int) -> str:
 
 
 def read_diagnosis(folder: Path) -> dict[str, Any]:
+    """Read `diagnosis.json`, with no error over images where there is only one.
+
+    Earlier versions wrote the error of the estimate in its place.
+    """
     path = folder / DIAGNOSIS
     if not path.is_file():
         raise PullbackError(f"folder: expected {DIAGNOSIS} in {folder}, which `pullback diagnose --out` writes there.")
-    return read_json(path)
+    document = read_json(path)
+    for layer in document.get("layers", []):
+        if layer["num_images"] == 1:
+            _forget_errors_over_samples(layer)
+    return document
+
+
+def _forget_errors_over_samples(found: dict[str, Any]) -> None:
+    """Set every "se" and "..._se" to None, but those of estimates and of single images."""
+    for name, value in found.items():
+        if isinstance(value, dict):
+            _forget_errors_over_samples(value)
+        elif (name == "se" or name.endswith("_se")) and not name.endswith("estimation_se"):
+            found[name] = None
 
 
 def read_importance(folder: Path) -> dict[str, np.ndarray]:
@@ -45,20 +64,22 @@ def read_importance(folder: Path) -> dict[str, np.ndarray]:
 
     Of scenes [B, N] has NaN behind the tokens of scenes with fewer than others; `scenes` (their names) and `views` [B],
     `grid` [B, 2]; `thumbnails_0`, `thumbnails_1`, ... of the first scenes uint8 [views, h, w, 3]."""
-    return _read_arrays(folder / IMPORTANCE)
+    return read_arrays(folder / IMPORTANCE)
 
 
 def read_scenes(folder: Path) -> dict[str, np.ndarray]:
     """`pictures` uint8 [b, h, w, 3] with `captions`, `true_depth` (0: sky), `predicted_depth` [b, h, w] and its
     `abs_rel` [b]; `energy` of patches [t, b, rows, columns] for each of the `tasks`; the name of the `model`."""
-    return _read_arrays(folder / SCENES)
+    return read_arrays(folder / SCENES)
 
 
-def _read_arrays(path: Path) -> dict[str, np.ndarray]:
-    import numpy as np  # the command line needs the names alone, and starts a third faster without it
+LOOK = "look.json"
+LOOK_ARRAYS = "look.npz"
 
-    with np.load(path, allow_pickle=False) as arrays:
-        return {name: arrays[name] for name in arrays.files}
+
+def read_look(folder: Path) -> dict[str, np.ndarray]:
+    """`pictures` uint8 [b, H, W, 3]; `energy` of every token [maps, b, N]; `grid` [2], `prefix`."""
+    return read_arrays(folder / LOOK_ARRAYS)
 
 
 SETTINGS = "settings.json"
@@ -91,4 +112,21 @@ def read_examples(folder: Path) -> dict[str, np.ndarray]:
     [p]) the ``fates`` uint8 [p, b, rows, columns], the patch a removed one was matched to (``partners`` int
     [p, b, rows, columns], -1: kept) and its ``values`` [p, b]. Of dense decoders also ``before`` [b, h, w] and
     ``after`` [p, b, h, w]."""
-    return _read_arrays(folder / EXAMPLES)
+    return read_arrays(folder / EXAMPLES)
+
+
+PLAN = "plan.json"
+PLAN_FIGURE = "plan.png"
+METRICS = "metrics.jsonl"
+TRAINING_FIGURE = "training.png"
+
+
+def read_plan(folder: Path) -> dict[str, Any]:
+    """What was asked for, the plan that was found, what to expect of it, and the ``trials`` on the way."""
+    return read_json(folder / PLAN)
+
+
+def read_training(folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
+    """The numbers of each validation, and the configuration of the model, None while there is none."""
+    config = folder / "model" / CONFIG
+    return Rows(folder / METRICS).read(), read_json(config) if config.is_file() else None

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from pullback.errors import PullbackError
+from pullback.errors import FileError, PullbackError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -20,33 +23,84 @@ if TYPE_CHECKING:
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 # A list of plain numbers that `json.dumps(indent=...)` spread over lines. No string holds a raw newline: none matches.
 _NUMBERS = re.compile(r"\[\n\s+(-?[\d.eE+-]+(?:,\n\s+-?[\d.eE+-]+)*)\n\s+\]")
+_FIXES = {
+    errno.ENOSPC: "Free some space",
+    errno.EDQUOT: "Free some space",
+    errno.EFBIG: "Raise the limit on the size of files (ulimit -f)",
+}
+
+
+def check_folder(out: str | os.PathLike[str]) -> Path:
+    """Raise an error if this folder cannot be written, or not be made; nothing is made yet."""
+    path = Path(out)
+    there = next((place for place in (path, *path.parents) if os.path.lexists(place)), Path())
+    if not there.is_dir():
+        raise PullbackError(f"out: cannot make the folder {path} ({there} is not a folder). Choose another folder.")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise PullbackError(f"out: the folder {there} is not writable. Choose another folder.")
+    return path
 
 
 def make_folder(out: str | os.PathLike[str]) -> Path:
     """Create the folder, or raise an error that names it and says why it cannot be used."""
-    path = Path(out)
+    path = check_folder(out)
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise PullbackError(f"out: cannot make the folder {path} ({error.strerror}). Choose another --out.") from None
-    if not os.access(path, os.W_OK):
-        raise PullbackError(f"out: the folder {path} is not writable. Choose another --out.")
+        raise PullbackError(f"out: cannot make the folder {path} ({error.strerror}). Choose another folder.") from None
     return path
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn a failure to write, such as a full disk, into an error that names ``path``."""
+    try:
+        yield
+    except FileError:
+        raise
+    except Exception as error:
+        # safetensors has an error of its own for a full disk, and is not worth importing for that
+        if not isinstance(error, OSError) and type(error).__name__ != "SafetensorError":
+            raise
+        reason = getattr(error, "strerror", None) or error
+        told = re.search(r"os error (\d+)", str(error))
+        number = getattr(error, "errno", None) or (int(told[1]) if told else 0)
+        fix = _FIXES.get(number, "Choose another folder")
+        raise FileError(f"{path}: cannot be written ({reason}). {fix}; what was finished before is kept.") from error
 
 
 @contextmanager
 def replaced(path: Path) -> Iterator[Path]:
     """Yield a temporary file beside ``path`` to fill, then rename it over ``path``; after an error, delete it."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-    os.close(handle)
-    temporary = Path(name)
-    try:
-        yield temporary
-        temporary.chmod(0o666 & ~_umask())  # mkstemp makes private files
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with writing(path):
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+        os.close(handle)
+        temporary = Path(name)
+        try:
+            yield temporary
+            temporary.chmod(0o666 & ~_umask())  # mkstemp makes private files
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+@contextmanager
+def replaced_folder(path: Path) -> Iterator[Path]:
+    """Yield a temporary folder beside ``path`` to fill, then put it in the place of ``path``; after an error, delete
+    it."""
+    with writing(path):
+        temporary = Path(tempfile.mkdtemp(dir=make_folder(path.parent), prefix=f".{path.name}.", suffix=".tmp"))
+        try:
+            yield temporary
+            temporary.chmod(0o777 & ~_umask())
+            shutil.rmtree(path, ignore_errors=True)
+            temporary.replace(path)
+        except BaseException as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            if isinstance(error, FileError):
+                error.args = (str(error).replace(str(temporary), str(path)),)
+            raise
 
 
 def write_atomic(
@@ -70,9 +124,12 @@ def write_atomic(
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Delete the temporary files that a killed run left behind."""
+    """Delete the temporary files and folders that a killed run left behind."""
     for leftover in folder.glob(".*.tmp"):
-        leftover.unlink(missing_ok=True)
+        if leftover.is_dir():
+            shutil.rmtree(leftover, ignore_errors=True)
+        else:
+            leftover.unlink(missing_ok=True)
 
 
 def write_bytes(path: Path, content: bytes) -> None:
@@ -93,7 +150,22 @@ def write_json(path: Path, document: Mapping[str, Any], *, durable: bool = False
 def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     import numpy as np
 
-    write_atomic(path, lambda file: np.savez_compressed(file, **arrays))  # type: ignore[arg-type]
+    packed = io.BytesIO()  # an archive that cannot be written to its end complains once more when it is forgotten
+    np.savez_compressed(packed, **arrays)  # type: ignore[arg-type]
+    write_bytes(path, packed.getvalue())
+
+
+def read_arrays(path: Path) -> dict[str, np.ndarray]:
+    """Return the arrays of a file that `write_arrays` wrote, or raise an error that names it."""
+    import zipfile
+
+    import numpy as np
+
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            return {name: arrays[name] for name in arrays.files}
+    except (OSError, ValueError, EOFError, AttributeError, zipfile.BadZipFile) as error:
+        raise FileError(f"{path}: cannot be read ({error}). Delete it, and run again to have it made anew.") from None
 
 
 def write_network(folder: str | os.PathLike[str], network: nn.Module, config: Mapping[str, Any]) -> Path:
@@ -115,10 +187,12 @@ def read_json(path: Path, argument: str = "folder") -> dict[str, Any]:
     """Return the JSON object in a file, or raise an error that blames ``argument`` and says what is wrong."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise PullbackError(f"{argument}: there is no {path}. Choose another folder.") from None
     except (OSError, ValueError) as error:  # also UnicodeDecodeError and JSONDecodeError
-        raise PullbackError(f"{argument}: {path} cannot be read as JSON ({error}). Choose another folder.") from None
+        raise FileError(f"{argument}: {path} cannot be read as JSON ({error}). Choose another folder.") from None
     if not isinstance(document, dict):
-        raise PullbackError(f"{argument}: {path} holds {type(document).__name__}, expected a JSON object.")
+        raise FileError(f"{argument}: {path} holds {type(document).__name__}, expected a JSON object.")
     return document
 
 

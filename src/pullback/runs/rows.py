@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pullback.errors import PullbackError
-from pullback.runs.files import write_bytes, write_text
+from pullback.errors import FileError
+from pullback.runs.files import write_bytes, write_text, writing
 
 
 class Rows:
@@ -31,17 +31,22 @@ class Rows:
             try:
                 rows.append(json.loads(line))
             except ValueError as error:  # of JSON or of UTF-8
-                raise PullbackError(
+                raise FileError(
                     f"out: line {number} of {self.path} is no JSON ({error}). Choose another folder."
                 ) from None
         return rows
 
     def add(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Append rows in one write. NaN and infinity are refused: strict JSON has no words for them."""
+        """Append rows, all or none of them. NaN and infinity are refused: strict JSON has no words for them."""
         text = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
-        if text:
-            with open(self.path, "a", encoding="utf-8") as file:
-                file.write(text)
+        with writing(self.path), open(self.path, "ab", buffering=0) as file:
+            before, left = file.tell(), memoryview(text.encode())
+            try:
+                while left:
+                    left = left[file.write(left) :]
+            except BaseException:
+                file.truncate(before)
+                raise
 
     def keep(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
         """Rewrite the file with the rows that are wanted, for instance those up to the last checkpoint."""

@@ -1,12 +1,14 @@
 """Compute the targets of whole image collections, shard by shard: into a store that survives a crash, or into memory.
 
-A shard is the unit of work, of writing and of loss: a run that dies loses the shards in flight and no others. What is
-in it depends on its images alone, so any engine may compute it, twice if need be.
+A shard is the unit of writing and of loss. It is full after so many rows or after `SAVE_EVERY` seconds, and what is
+there is written before an error or Ctrl-C ends the run: a run that is killed loses less than that, and no other rows.
+What is in a row depends on its image alone, so any engine may compute it, twice if need be.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import time
 from collections import deque
@@ -19,23 +21,26 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from pullback.checks import of_kind, whole_number
 from pullback.data.crops import Crop, item_seed, read_crops
 from pullback.data.images import ImageSource, PixelFormat, reason_of
-from pullback.data.sources import ImageItem, Source, open_source
+from pullback.data.sources import ImageItem, Source, open_source, place_of
 from pullback.errors import ImageError, PullbackError
-from pullback.geometry.spectrum import Probe
+from pullback.geometry.spectrum import Probe, checked_batch_size
 from pullback.operators import JacobianOperator, ProductCount
 from pullback.operators.execution import check_precision
 from pullback.probes import ProbeMap
 from pullback.randnla.modes import choose_method
 from pullback.randnla.svd import check_rank
-from pullback.targets.recipe import Recipe, targets_of
+from pullback.targets.recipe import Recipe, Targets, targets_in_batches
 from pullback.targets.store import StoreWriter, TargetStore, configuration
 from pullback.targets.table import Shard, SkippedItem, TargetTable
 
 ENGINES = ("local", "ray")
 GROUP = 64
-"""Rows whose features are computed together; `targets_of` takes as many of them at a time as memory holds."""
+"""Rows whose features are computed together; `targets_in_batches` takes as many of them at a time as memory holds."""
+SAVE_EVERY = 30.0
+"""Seconds of work that a killed run may lose."""
 READERS = min(8, os.cpu_count() or 1)
 """Threads that read images."""
 _NAMED = 5
@@ -72,10 +77,12 @@ def compute_targets(
     """
     if engine not in ENGINES:
         raise PullbackError(f"engine: expected one of {', '.join(ENGINES)}, got {engine!r}.")
+    of_kind("out", out, (str, os.PathLike), "the folder that the targets are written to")
+    _check_counts(probe, limit, shard_size)
     images = open_source(source)
     recipe = Recipe(rank, method, num_probes, rtol, precision, keep_modes)
     job = _checked(probe, recipe, size, crops, seed, batch_size)
-    config = configuration(probe, recipe, job.pixels, crops=crops, seed=seed, source=images.name)
+    config = configuration(probe, recipe, job.pixels, crops=crops, seed=seed, source=place_of(images.name))
     writer = StoreWriter.claim(Path(out), config)
     store = TargetStore.open(out)
     left = plan(
@@ -93,7 +100,12 @@ def compute_targets(
         compute_on_ray(probe, left, job, writer, workers=workers, on_progress=on_progress)
     else:
         for work in left:
-            writer.write(compute_shard(probe, work, job, on_progress))
+            for shard in compute_shards(probe, work, job, on_progress, seconds=SAVE_EVERY):
+                try:
+                    writer.write(shard)
+                except KeyboardInterrupt:  # the rows are computed: nothing is lost
+                    writer.write(shard)
+                    raise
     if len(store) == 0:
         raise _nothing_readable(images, store.skipped)
     return store
@@ -119,10 +131,12 @@ def compute_table(
     """Compute the rows of `compute_targets` in memory: nothing is written, and pyarrow is not needed.
 
     Returns the table and the images that were skipped."""
+    _check_counts(probe, limit)
     images = open_source(source)
     recipe = Recipe(rank, method, num_probes, rtol, precision, keep_modes)
     job = _checked(probe, recipe, size, crops, seed, batch_size)
-    shards = [compute_shard(probe, work, job, on_progress) for work in plan(images, job, shard_size=256, limit=limit)]
+    works = plan(images, job, shard_size=256, limit=limit)
+    shards = [shard for work in works for shard in compute_shards(probe, work, job, on_progress)]
     skipped = tuple(item for shard in shards for item in shard.skipped)
     tables = [shard.table for shard in shards if shard.table is not None]
     if not tables:
@@ -148,10 +162,16 @@ class Job:
 
 @dataclass(frozen=True)
 class Work:
-    """The images of one shard, and which rows of each are wanted."""
+    """Images, and which rows of each are wanted. Their shards have the numbers from ``number`` on, one for each row at
+    most: every shard has the number of its first row."""
 
     number: int
     images: tuple[tuple[ImageItem, tuple[int, ...]], ...]
+
+    @property
+    def numbers(self) -> range:
+        """The numbers that shards of this work may have."""
+        return range(self.number, self.number + sum(len(wanted) for _, wanted in self.images))
 
 
 def plan(
@@ -164,14 +184,10 @@ def plan(
     done: Set[tuple[str, int]] = frozenset(),
     skipped: Set[str] = frozenset(),
 ) -> Iterator[Work]:
-    """Cut the rows that are still to be computed into shards of ``shard_size`` rows (an image's rows stay together).
+    """Cut the rows that are still to be computed into works of ``shard_size`` rows (an image's rows stay together).
 
     ``limit``: the first so many images of the source, readable or not. A key that comes up again is the same image.
     """
-    if shard_size < 1:
-        raise PullbackError(f"shard_size: expected at least 1 row, got {shard_size}.")
-    if limit is not None and limit < 1:
-        raise PullbackError(f"limit: expected a positive number of images, or None for all of them, got {limit}.")
     seen: set[str] = set(skipped)
     images: list[tuple[ImageItem, tuple[int, ...]]] = []
     rows = 0
@@ -186,28 +202,91 @@ def plan(
         rows += len(wanted)
         if rows >= shard_size:
             yield Work(first, tuple(images))
-            first, rows, images = first + 1, 0, []
+            first, rows, images = first + rows, 0, []
     if images:
         yield Work(first, tuple(images))
 
 
-def compute_shard(probe: Probe, work: Work, job: Job, on_progress: Callable[[int], None] | None = None) -> Shard:
-    """Read the images of a shard, in threads and ahead of the computing, and compute their targets."""
-    begun = time.perf_counter()
-    skipped: list[SkippedItem] = []
-    parts: list[TargetTable] = []
-    method, products = None, ProductCount()
-    for rows in _groups(_read_ahead(work, job), skipped):
-        features = probe.features(torch.stack([row.pixels for row in rows]))
-        seeds = [item_seed(job.seed, row.key, row.number) for row in rows]
-        found = targets_of(
-            probe, features, **asdict(job.recipe), seeds=seeds, batch_size=job.batch_size, on_progress=on_progress
-        )
+def compute_shards(
+    probe: Probe,
+    work: Work,
+    job: Job,
+    on_progress: Callable[[int], None] | None = None,
+    *,
+    seconds: float = math.inf,
+) -> Iterator[Shard]:
+    """Read images, in threads and ahead of the computing, and compute their targets: one shard, or one for every
+    ``seconds`` of work. An error or Ctrl-C comes after a shard with what was finished before it."""
+    done, size = _Finished(work), job.batch_size
+    try:
+        for rows in _groups(_read_ahead(work, job), done.skipped):
+            features = probe.features(torch.stack([row.pixels for row in rows]), normalized=True)
+            seeds = [item_seed(job.seed, row.key, row.number) for row in rows]
+            first = 0
+            for found in targets_in_batches(
+                probe, features, **asdict(job.recipe), seeds=seeds, batch_size=size, seconds=seconds
+            ):
+                took = done.add(found, rows[first : first + len(found)])
+                first += len(found)
+                if took > seconds:
+                    size = max(1, int(len(found) * seconds / took))
+                if on_progress is not None:
+                    on_progress(len(found))
+                if done.late(seconds):
+                    yield done.shard()
+    except GeneratorExit:
+        raise
+    except BaseException:
+        if done.rows:
+            yield done.shard()
+        raise
+    if done.rows or done.skipped:
+        yield done.shard()
+
+
+class _Finished:
+    """Rows that are computed and not yet in a shard, and the images that were skipped beside them."""
+
+    def __init__(self, work: Work) -> None:
+        self.rows: list[TargetTable] = []
+        self.skipped: list[SkippedItem] = []
+        self._numbers: dict[tuple[str, int], int] = {}
+        rows = ((item.key, number) for item, wanted in work.images for number in wanted)
+        self._numbers.update(zip(rows, work.numbers, strict=True))
+        self._images = {item.key: self._numbers[item.key, wanted[0]] for item, wanted in work.images}
+        self._number: int | None = None  # of the first row
+        self._method: str | None = None
+        self._products = ProductCount()
+        self._begun = self._last = time.perf_counter()
+        self._longest = 0.0
+
+    def add(self, found: Targets, rows: Sequence[_Row]) -> float:
+        """Add the targets of these rows; return the seconds since the ones before."""
+        if self._number is None:
+            self._number = self._numbers[rows[0].key, rows[0].number]
         columns = zip(*((row.key, row.sha256, row.number, row.crop) for row in rows), strict=True)
-        parts.append(TargetTable.of(found, *columns))
-        method, products = found.method, found.products
-    table = TargetTable.join(parts) if parts else None
-    return Shard(work.number, table, tuple(skipped), time.perf_counter() - begun, products, method)
+        self.rows.append(TargetTable.of(found, *columns))
+        self._method, self._products = found.method, found.products
+        now = time.perf_counter()
+        took, self._last = now - self._last, now
+        self._longest = max(self._longest, took)
+        return took
+
+    def late(self, seconds: float) -> bool:
+        """Whether another batch like the longest would take the work at stake beyond so many seconds."""
+        return time.perf_counter() - self._begun + self._longest > seconds
+
+    def shard(self) -> Shard:
+        """Return the shard of what there is, and begin the next one."""
+        now = time.perf_counter()
+        table = TargetTable.join(self.rows) if self.rows else None
+        number = self._images[self.skipped[0].key] if self._number is None else self._number
+        shard = Shard(number, table, tuple(self.skipped), now - self._begun, self._products, self._method)
+        self._number = None
+        self.rows.clear()
+        self.skipped.clear()
+        self._begun = self._last = now
+        return shard
 
 
 @dataclass(frozen=True, eq=False)
@@ -257,6 +336,13 @@ def _groups(images: Iterator[list[_Row] | SkippedItem], skipped: list[SkippedIte
         yield rows
 
 
+def _check_counts(probe: ProbeMap, limit: int | None, shard_size: int = 1) -> None:
+    of_kind("probe", probe, ProbeMap, "a probe map, such as pb.load_probe(model, decoder, layer)")
+    whole_number("shard_size", shard_size, expected="at least 1 row")
+    if limit is not None:
+        whole_number("limit", limit, expected="a positive number of images, or None for all of them")
+
+
 def _checked(
     probe: ProbeMap,
     recipe: Recipe,
@@ -266,12 +352,13 @@ def _checked(
     batch_size: int | None,
 ) -> Job:
     """Return the job, or raise an error for what would fail later, before anything is read or written."""
-    if crops < 0:
-        raise PullbackError(f"crops: expected a number of crops per image, or 0 for the plain image, got {crops}.")
+    whole_number("crops", crops, least=0, expected="a number of crops per image, or 0 for the plain image")
+    whole_number("seed", seed, least=None)
+    checked_batch_size(batch_size)
     choose_method(recipe.method, 1, 1, recipe.rank)  # refuses unknown names before anything is read
     check_precision(recipe.precision)
     pixels = probe.pixel_format(size)
-    blank = probe.features(torch.zeros(1, 3, *pixels.size))
+    blank = probe.features(torch.zeros(1, 3, *pixels.size), normalized=True)
     check_rank(JacobianOperator(probe, blank), recipe.rank)
     return Job(recipe, pixels, crops, seed, batch_size)
 

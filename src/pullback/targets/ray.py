@@ -1,8 +1,8 @@
 """Shards on a Ray cluster: one model per GPU, work streamed to a pool of actors (Ray Data), the same rows as here.
 
 Workers write their shards themselves, so the folder must be one that all nodes see, and only receipts come back. The
-number of a shard is decided before it is computed: a worker that dies is started again, and a shard that it had written
-is written once more under the same name, never beside it.
+numbers of its shards are decided before a work is begun: a worker that dies is started again, and goes on behind the
+rows of that work that it had written.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from typing import Any, ClassVar
 import torch
 
 from pullback import errors
+from pullback.data.sources import ImageItem
 from pullback.errors import PullbackError
 from pullback.probes import ProbeMap
-from pullback.targets.compute import Job, Work, compute_shard
-from pullback.targets.store import StoreWriter
+from pullback.targets.compute import SAVE_EVERY, Job, Work, compute_shards
+from pullback.targets.store import StoreWriter, TargetStore, number_of
 
 TRIES = 5
 """How often one shard may kill its worker before the run gives up."""
@@ -93,9 +94,28 @@ class TargetWorker:
 
     def _finish(self, work: Work) -> int:
         with counted(self.writer, work):
-            shard = compute_shard(self.probe, work, self.job)
-            self.writer.write(shard)
-        return len(shard)
+            store = TargetStore(self.writer.folder, self.writer.config)
+            rest, rows = rest_of(work, store)
+            for shard in compute_shards(self.probe, rest, self.job, seconds=SAVE_EVERY):
+                self.writer.write(shard)
+                rows += len(shard)
+        return rows
+
+
+def rest_of(work: Work, store: TargetStore) -> tuple[Work, int]:
+    """Return what a worker that died has left of a work, and how many rows of it are in the store."""
+    own = [path for path in store.shards if number_of(path) in work.numbers]
+    done, skipped = store.rows_done(own), {item.key for item in store.skipped_in(own)}
+    images: list[tuple[ImageItem, tuple[int, ...]]] = []
+    number = work.number
+    for item, wanted in work.images:
+        left = tuple(row for row in wanted if (item.key, row) not in done)
+        usable = left if item.key not in skipped else ()
+        if not images:  # rows are finished in order: the first ones that are left begin the next shard
+            number += len(wanted) - len(usable)
+        if usable:
+            images.append((item, usable))
+    return Work(number, tuple(images)), len(done)
 
 
 @contextmanager

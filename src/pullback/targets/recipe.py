@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator, Sequence, Sized
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from pullback.errors import ImageError, PullbackError
+from pullback.checks import callable_or_none, finite_number, of_kind, shown, whole_number
+from pullback.errors import ImageError, PullbackError, RankError, ShapeError
 from pullback.geometry.importance import block_norms, exact_block_norms
 from pullback.geometry.independence import check_independence
 from pullback.geometry.spectrum import (
     Probe,
     as_token_maps,
+    check_probe,
     checked_batch_size,
     finite_products,
     in_batches,
@@ -38,6 +41,11 @@ class Recipe:
     rtol: float = 1e-3
     precision: str = "float32"
     keep_modes: bool = False
+
+    def __post_init__(self) -> None:
+        whole_number("rank", self.rank, least=None, error=RankError)
+        whole_number("num_probes", self.num_probes)
+        finite_number("rtol", self.rtol, least=0, expected="a relative error such as 1e-3")
 
 
 @dataclass(frozen=True)
@@ -81,14 +89,59 @@ def targets_of(
     ``seeds``: one per sample instead of ``seed`` and its place. Random numbers are drawn on the CPU in output space, so
     they are the same for every batch size and device.
     """
+    callable_or_none("on_progress", on_progress)
+    batches = targets_in_batches(
+        probe,
+        features,
+        rank,
+        method,
+        seed=seed,
+        seeds=seeds,
+        keep_modes=keep_modes,
+        precision=precision,
+        num_probes=num_probes,
+        rtol=rtol,
+        batch_size=batch_size,
+    )
+    parts: list[Targets] = []
+    for part in batches:
+        parts.append(part)
+        if on_progress is not None:
+            on_progress(len(part))
+    return join(parts)
+
+
+def targets_in_batches(
+    probe: Probe,
+    features: Tensor,
+    rank: int = 20,
+    method: str = "auto",
+    *,
+    seed: int = 0,
+    seeds: Sequence[int] | None = None,
+    keep_modes: bool = False,
+    precision: str = "float32",
+    num_probes: int = 32,
+    rtol: float = 1e-3,
+    batch_size: int | None = None,
+    seconds: float = math.inf,
+) -> Iterator[Targets]:
+    """Compute what `targets_of` returns batch by batch, for who wants to keep what is finished.
+
+    After a batch that took more than ``seconds`` the next ones are smaller, down to one sample.
+    """
+    check_probe(probe)
+    of_kind("features", features, Tensor, "what probe.features(images) returned, [B, N, D]", ShapeError)
     if len(features) == 0:
         raise ImageError("features: expected at least one sample, got an empty batch.")
-    if seeds is not None and len(seeds) != len(features):
-        raise PullbackError(f"seeds: expected one per sample, {len(features)}, got {len(seeds)}.")
+    if seeds is not None and (not isinstance(seeds, Sized) or len(seeds) != len(features)):
+        given = len(seeds) if isinstance(seeds, Sized) else shown(seeds)
+        raise PullbackError(f"seeds: expected one per sample, {len(features)}, got {given}.")
+    recipe = Recipe(rank, method, num_probes, rtol, precision, keep_modes)
     check_independence(probe, features)
     rows, inputs = output_size(probe, features), features[0].numel()
     method = choose_method(method, rows, inputs, rank, sampled=num_probes, itemsize=features.element_size())
-    recipe = Recipe(rank, method, num_probes, rtol, precision, keep_modes)
+    recipe = replace(recipe, method=method)
     size = checked_batch_size(batch_size) or _samples_that_fit(recipe, rows, features)
 
     def work(part: Tensor, first: int) -> Targets:
@@ -101,12 +154,7 @@ def targets_of(
         check_sensitive(found.total.value, first)
         return found
 
-    parts: list[Targets] = []
-    for part in in_batches(work, features, size):
-        parts.append(part)
-        if on_progress is not None:
-            on_progress(len(part))
-    return join(parts)
+    return in_batches(work, features, size, seconds=seconds)
 
 
 def join(parts: Sequence[Targets]) -> Targets:

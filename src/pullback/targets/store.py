@@ -18,8 +18,9 @@ import json
 import os
 import re
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +29,15 @@ import torch
 from torch import Tensor
 
 from pullback import __version__
+from pullback.checks import of_kind
 from pullback.data.crops import RATIO, SCALE, Crop
 from pullback.data.images import PixelFormat
 from pullback.data.sources import LISTED, Source, open_source
-from pullback.errors import PullbackError
+from pullback.errors import FileError, PullbackError, naming
 from pullback.operators import ProductCount
 from pullback.probes import INPUTS, ProbeMap, load_probe, multi_layer_probe
-from pullback.runs.files import make_folder, read_json, remove_unfinished, write_atomic, write_json
+from pullback.runs.files import read_json, remove_unfinished, write_atomic, write_json
+from pullback.runs.folder import claim_folder
 from pullback.runs.provenance import weights_hash
 from pullback.runs.settings import IDENTITY, check_settings
 from pullback.targets.recipe import Recipe
@@ -56,6 +59,7 @@ class TargetStore:
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str]) -> TargetStore:
+        of_kind("folder", folder, (str, os.PathLike), "the folder that `pullback targets --out` wrote")
         path = Path(folder)
         if not (path / CONFIG).is_file():
             raise PullbackError(f"folder: expected {CONFIG} in {path}, which `pullback targets --out` writes there.")
@@ -64,18 +68,17 @@ class TargetStore:
     @property
     def shards(self) -> list[Path]:
         """The shards that are there now, by number."""
-        found = {int(match[1]): path for path in self.folder.iterdir() if (match := _SHARD.fullmatch(path.name))}
-        return [found[number] for number in sorted(found)]
+        return sorted((path for path in self.folder.iterdir() if _SHARD.fullmatch(path.name)), key=number_of)
 
     @property
     def next_number(self) -> int:
         """The number of the next shard to be written."""
-        return 1 + max((int(path.stem.rpartition("-")[2]) for path in self.shards), default=-1)
+        return 1 + max(map(number_of, self.shards), default=-1)
 
     def __len__(self) -> int:
         """The number of rows."""
         _, parquet = load_arrow()
-        return sum(parquet.read_metadata(path).num_rows for path in self.shards)
+        return sum(_read(path, parquet.read_metadata).num_rows for path in self.shards)
 
     def __iter__(self) -> Iterator[TargetTable]:
         """Iterate over the tables of the shards; empty ones are left out."""
@@ -91,30 +94,34 @@ class TargetStore:
     @property
     def skipped(self) -> tuple[SkippedItem, ...]:
         """Images that could not be used."""
-        return tuple(SkippedItem(*pair) for info in self._infos for pair in info["skipped"])
+        return self.skipped_in(self.shards)
+
+    def skipped_in(self, shards: Sequence[Path]) -> tuple[SkippedItem, ...]:
+        """Return the images of these shards that could not be used."""
+        return tuple(SkippedItem(*pair) for info in map(_info, shards) for pair in info["skipped"])
 
     @property
     def seconds(self) -> float:
         """Seconds spent on computing, over all shards and workers."""
-        return sum(info["seconds"] for info in self._infos)
+        return sum(info["seconds"] for info in map(_info, self.shards))
 
     @property
     def products(self) -> ProductCount:
         """Products per row, of the shard that took most."""
-        counts = [ProductCount(**info["products"]) for info in self._infos]
+        counts = [ProductCount(**info["products"]) for info in map(_info, self.shards)]
         return max(counts, key=lambda count: count.total, default=ProductCount())
 
     @property
     def method(self) -> str | None:
         """The method that was used: "auto" chooses from sizes alone, so it is the same for all shards."""
-        return next((info["method"] for info in self._infos if info["method"]), None)
+        return next((info["method"] for info in map(_info, self.shards) if info["method"]), None)
 
-    def rows_done(self) -> set[tuple[str, int]]:
-        """Return (key, crop number) of every row."""
+    def rows_done(self, shards: Sequence[Path] | None = None) -> set[tuple[str, int]]:
+        """Return (key, crop number) of every row, or of the rows of these shards."""
         _, parquet = load_arrow()
         done: set[tuple[str, int]] = set()
-        for path in self.shards:
-            part = parquet.read_table(path, columns=["key", "crop"])
+        for path in self.shards if shards is None else shards:
+            part = _read(path, partial(parquet.read_table, columns=["key", "crop"]))
             done.update(zip(part["key"].to_pylist(), part["crop"].to_pylist(), strict=True))
         return done
 
@@ -164,16 +171,36 @@ class TargetStore:
             f"load_probe(..., {argument}=...), and pass it on."
         )
 
-    @property
-    def _infos(self) -> list[dict[str, Any]]:
-        _, parquet = load_arrow()
-        return [json.loads(parquet.read_schema(path).metadata[b"pullback.shard"]) for path in self.shards]
-
     def _read(self, path: Path, modes: bool = True) -> TargetTable:
         _, parquet = load_arrow()
-        names = parquet.read_schema(path).names
+        names = _read(path, parquet.read_schema).names
         wanted = [name for name in names if modes or name != "modes"]
-        return from_arrow(parquet.read_table(path, columns=wanted), self.config)
+        return from_arrow(_read(path, partial(parquet.read_table, columns=wanted)), self.config)
+
+
+def number_of(shard: Path) -> int:
+    """Return the number in the name of a shard."""
+    match = _SHARD.fullmatch(shard.name)
+    assert match is not None, shard
+    return int(match[1])
+
+
+def _info(shard: Path) -> dict[str, Any]:
+    """Return what the metadata of a shard say of how it was made."""
+    _, parquet = load_arrow()
+    return json.loads(_read(shard, parquet.read_schema).metadata[b"pullback.shard"])
+
+
+def _read(shard: Path, read: Callable[[Path], Any]) -> Any:
+    """Read something of a shard, or raise an error that names it if it is damaged."""
+    pa, _ = load_arrow()
+    try:
+        return read(shard)
+    except (pa.ArrowException, OSError) as error:
+        raise FileError(
+            f"{shard}: cannot be read ({str(error).splitlines()[0]}). Delete it, and run `pullback targets` again to "
+            "have its rows computed anew; the other shards stay."
+        ) from None
 
 
 class StaleRun(PullbackError):
@@ -192,9 +219,11 @@ class StoreWriter:
     def claim(cls, folder: Path, config: dict[str, Any]) -> StoreWriter:
         """Make the store, or take over one of the same configuration; leftovers of a killed run are removed."""
         load_arrow()
-        make_folder(folder)
+        claim_folder(folder, "targets")
         if (folder / CONFIG).is_file():
-            check_settings(_read_config(folder), config, folder, holds="targets", ignore=NOT_COMPARED)
+            with naming("out"):
+                stored = _read_config(folder)
+            check_settings(stored, config, folder, holds="targets", ignore=NOT_COMPARED, places=("source",))
         elif any(_SHARD.fullmatch(path.name) for path in folder.iterdir()):
             raise PullbackError(f"out: {folder} holds shards but no {CONFIG}. Choose another folder.")
         writer = cls(folder.absolute(), config, uuid.uuid4().hex)

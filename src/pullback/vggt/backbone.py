@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -18,12 +18,13 @@ from torch import Tensor
 from pullback.backbones import AnyBackbone, Preprocessing, Samples, State, unchanged
 from pullback.backbones.backbone import Size
 from pullback.data.images import ImageSource, PixelFormat
+from pullback.data.pictures import Pictures
 from pullback.errors import ModelError, PullbackError
 from pullback.operators import FunctionLinearization
 from pullback.tokens import TokenLayout
 from pullback.vggt.checkpoint import VGGT
 from pullback.vggt.network.rope import Rope
-from pullback.vggt.views import check_width, load_views, read_scenes, view_samples
+from pullback.vggt.views import as_views, check_width, load_views, read_scenes, view_samples
 
 MAX_ELEMENTS = 1 << 30
 """Of one tensor inside a product. Memory would hold more, but some kernels (resizing) count with 32 bits."""
@@ -45,7 +46,7 @@ def adapt(model: VGGT, name: str) -> VGGTBackbone:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class VGGTBackbone(AnyBackbone):
     """A frozen VGGT: embed the views of scenes [B, S, 3, H, W] (or of one, [S, 3, H, W]), run any range of layers."""
 
@@ -53,7 +54,7 @@ class VGGTBackbone(AnyBackbone):
     unit: ClassVar[str] = "scenes"
     default_decoder: ClassVar[str] = "camera"
 
-    model: VGGT = field(repr=False)
+    model: VGGT
 
     @property
     def depth(self) -> int:
@@ -77,15 +78,15 @@ class VGGTBackbone(AnyBackbone):
     def dtype(self) -> torch.dtype:
         return self.model.aggregator.camera_token.dtype
 
-    def batch(self, images: Tensor) -> Tensor:
-        """[S, 3, H, W] is one scene, as for the network itself; what else does not fit is refused there."""
-        return images[None] if images.ndim == 4 else images
+    def batch(self, images: Pictures, *, normalized: bool = False) -> Tensor:
+        """Return views [S, 3, H, W] of one scene, or of several [B, S, 3, H, W], in [0, 1] with the axis of scenes."""
+        return _scenes(as_views(images, normalized=normalized))
 
     def token_layout(self, images: Tensor) -> TokenLayout:
-        return self.model.aggregator.token_layout(self.batch(images))
+        return self.model.aggregator.token_layout(_scenes(images))
 
     def embed(self, images: Tensor) -> Tensor:
-        return self.model.aggregator.embed(self.batch(images)).tokens
+        return self.model.aggregator.embed(_scenes(images)).tokens
 
     def tables(self, layout: TokenLayout, like: Tensor) -> tuple[Rope, Rope]:
         """Rotary tables for one view and for all."""
@@ -130,7 +131,7 @@ class VGGTBackbone(AnyBackbone):
     def pixel_format(self, size: Size = None) -> PixelFormat:
         raise PullbackError(
             f"probe: expected one of single images, got {self.name}, whose samples are scenes of several views. Take "
-            "targets_of(probe, probe.features(scenes)) instead."
+            "targets_of(probe, probe.features(scenes)) instead; probe.load_views(folder) reads a scene."
         )
 
     def arithmetic(self) -> AbstractContextManager[Any]:
@@ -144,6 +145,11 @@ class VGGTBackbone(AnyBackbone):
         cost = tangent_cost(self, layout, point, dense=reads > 1)
         with self.arithmetic():
             return ViewsLinearization(function, point, cost, self.arithmetic)
+
+
+def _scenes(images: Tensor) -> Tensor:
+    """[S, 3, H, W] is one scene, as for the network itself; what else does not fit is refused there."""
+    return images[None] if images.ndim == 4 else images
 
 
 @dataclass(frozen=True)

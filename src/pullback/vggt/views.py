@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -31,16 +31,19 @@ from pullback.data.images import (
     Unusable,
     find_images,
     reason_of,
+    search_images,
     to_rgb,
     to_tensor,
     upright,
 )
+from pullback.data.pictures import check_finite
 from pullback.errors import ImageError
 from pullback.runs.documents import thumbnails_of
 from pullback.tokens import TokenLayout
 
 Fit = Literal["crop", "pad"]
 WHITE = 1.0
+_BEYOND = 0.5  # how far resizing with overshoot and added noise may leave [0, 1]
 MAX_VIEWS = 24
 """Views in a figure of tokens: all of the first scene, and of scenes after it as long as they fit as a whole."""
 _T = TypeVar("_T")
@@ -62,6 +65,29 @@ def load_views(path: ImageSource, *, mode: Fit = "crop", size: int = 518, patch_
         shapes = sorted({f"{view.shape[1]}x{view.shape[2]}" for view in views})
         warnings.warn(f"views of different shapes ({', '.join(shapes)}) get white edges", stacklevel=2)
     return torch.stack([_with_edges(view, height, width) for view in views])
+
+
+def as_views(images: Any, *, normalized: bool = False) -> Tensor:
+    """Return views in memory as VGGT takes them: in [0, 1], uint8 divided by 255.
+
+    Values far outside [0, 1] are refused unless ``normalized``, which vouches for them.
+    """
+    if not isinstance(images, Tensor):
+        raise ImageError(
+            "images: expected views [S, 3, H, W], or several scenes [B, S, 3, H, W], as a tensor, uint8 or in [0, 1], "
+            f"got {type(images).__name__}. Files are read by pb.load_views(folder)."
+        )
+    if images.dtype == torch.uint8:
+        return images.float() / 255
+    if images.is_floating_point() and images.numel():
+        check_finite(images)
+        low, high = float(images.min()), float(images.max())
+        if not normalized and (low < -_BEYOND or high > 1 + _BEYOND):
+            raise ImageError(
+                f"images: expected views in [0, 1], got values from {low:.3g} to {high:.3g}. The network normalises "
+                "them itself: leave out the mean and the standard deviation; of pixels from 0 to 255 use images / 255."
+            )
+    return images
 
 
 def load_square_views(path: ImageSource, *, size: int = 1024) -> tuple[Tensor, Tensor]:
@@ -121,9 +147,10 @@ def find_scenes(path: ImageSource) -> list[SceneFolder]:
 def read_scenes(path: ImageSource, *, size: int = 518, patch_size: int = 14, limit: int | None = None) -> ReadScenes:
     """Scenes as `load_views` reads them, ``size`` pixels wide, until ``limit`` of them are good."""
     check_width(size, patch_size)
-    found = find_scenes(path)
+    images = search_images(path)
+    found = find_scenes(images.files)
     scenes: list[SceneViews] = []
-    skipped: list[SkippedImage] = []
+    skipped = list(images.unread)
     for folder in found:
         try:
             scenes.append(_read_scene(folder, size, patch_size))

@@ -1,0 +1,92 @@
+"""Spectra and diagnoses in the plain numbers that `report` draws, for `plot` and for notebooks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from torch import Tensor
+
+from pullback.geometry.diagnosis import Tractability
+from pullback.geometry.document import layer_result, number, summary
+from pullback.geometry.spectrum import Spectrum, token_importance
+from pullback.geometry.summary import summarize
+from pullback.tokens import TokenLayout
+
+if TYPE_CHECKING:
+    from pullback.report.notebook import Shown
+
+MAX_MAPS = 8
+
+
+def shown_spectrum(spectrum: Spectrum) -> Shown:
+    from pullback.report import wording
+    from pullback.report.notebook import Shown
+
+    kappa = summary(summarize(_pairs(spectrum.kappa.value[:, -1], spectrum.kappa.se[:, -1])))
+    energies = _pairs(spectrum.total.value, spectrum.total.se)
+    values = spectrum.singular_values.tolist()
+    layer = {
+        "layer": "",
+        "rank_used": spectrum.rank,
+        "kappa": kappa,
+        "per_image": [
+            {"singular_values": own, "energy": number(energy), "energy_se": number(se)}
+            for own, (energy, se) in zip(values, energies, strict=True)
+        ],
+    }
+    unit = _unit(spectrum.token_layout)
+    return Shown(
+        name=spectrum.probe,
+        unit=unit,
+        layer=layer,
+        energy=lambda: _energy(token_importance(spectrum), spectrum.token_layout),
+        facts={
+            "samples": wording.counted(len(spectrum), unit),
+            f"captured energy κ({spectrum.rank})": wording.percent(kappa),
+            "products per sample": f"{spectrum.products.total:,} {spectrum.method}",
+        },
+    )
+
+
+def shown_report(report: Tractability) -> Shown:
+    from pullback.report import wording
+    from pullback.report.notebook import Shown
+
+    layer = layer_result(report, [""] * len(report.samples))
+    unit = _unit(report.token_layout)
+    cv, over_patches = layer["cv"], layer["regime_over_patches"]
+    return Shown(
+        name=report.probe,
+        unit=unit,
+        layer={**layer, "layer": ""},
+        energy=lambda: _energy(report.importance, report.token_layout),
+        facts={
+            "samples": wording.counted(len(report.samples), unit) + wording.no_error(len(report.samples), unit),
+            f"captured energy κ({layer['rank_used']})": wording.percent(layer["kappa"]),
+            "rank for 90 % of it": wording.lower_bound(layer["r90"]),
+            "effective rank": wording.plus_minus(layer["r_eff_slq"]["mean"], layer["r_eff_slq"]["se"]),
+            "CV over tokens": f"{wording.plus_minus(cv['mean'], cv['se'])} (null {wording.plain(cv['null'], 2)})",
+            "regime": wording.regime(layer),
+            **({} if over_patches is None else {"regime over patches": wording.regime(over_patches)}),
+        },
+        advice=report.advice,
+    )
+
+
+def _energy(importance: Tensor, layout: TokenLayout) -> np.ndarray:
+    """Return the energies of patches [n, rows, columns] of the first samples, or views, over their mean per sample.
+
+    Samples with fewer tokens than others, which have NaN behind them, sit on another grid and are left out.
+    """
+    whole = importance[~importance.isnan().any(1)][:MAX_MAPS]
+    energy = layout.patch_map(whole.detach().cpu().double().square())  # [b, views, rows, columns]
+    return (energy / energy.mean((1, 2, 3), keepdim=True).clamp_min(1e-300)).flatten(0, 1)[:MAX_MAPS].numpy()
+
+
+def _pairs(values: Tensor, errors: Tensor) -> list[tuple[float, float]]:
+    return list(zip(values.tolist(), errors.tolist(), strict=True))
+
+
+def _unit(layout: TokenLayout) -> str:
+    return "scene" if layout.views > 1 else "image"

@@ -1,0 +1,115 @@
+"""Pictures and page of `pullback look`, from its files alone; by Pillow, so that they need no extra."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+from pullback.report.heat import colours, lay_over, limits, relative_energy
+from pullback.report.html import colour_bar, jpeg_uri, write_html
+from pullback.report.wording import share
+from pullback.runs import documents as files
+from pullback.runs.files import read_json, write_bytes
+
+_SIDE, _GAP = 288, 14  # pixels, the width of a picture and the space around it
+_TITLE, _NOTE = 19, 15  # pixels, the heights of letters
+_HEAD = _TITLE + _NOTE + 22
+_BAR = 124  # the width of the colour bar with its labels
+_INK, _FAINT, _PAPER = (31, 35, 40), (89, 99, 110), (255, 255, 255)
+
+
+def draw_look(folder: Path) -> list[str]:
+    """Draw a picture for each image, the crop and its maps side by side, and the page; return their names."""
+    document, arrays = read_json(folder / files.LOOK), files.read_look(folder)
+    prefix, pictures = int(arrays["prefix"]), arrays["pictures"]
+    energy = arrays["energy"].astype(float)  # [maps, b, N]
+    patches = energy[..., prefix:].reshape(*energy.shape[:2], *arrays["grid"])
+    relative = np.stack([relative_energy(own) for own in patches])
+    outside = energy[..., :prefix].sum(-1) / np.maximum(energy.sum(-1), 1e-300)
+    scale = limits(relative)  # one for all, so that pictures can be compared
+    titles = [f"{shown['decoder']} at {files.layer_name(shown['layer'])}" for shown in document["maps"]]
+    names = picture_names(document["images"])
+    cards = []
+    for place, (name, picture) in enumerate(zip(names, pictures, strict=True)):
+        maps = [lay_over(picture, own[place], scale) for own in relative]
+        notes = [_outside(prefix, part[place]) for part in outside]
+        whole = side_by_side([Image.fromarray(picture), *maps], ["what the model saw", *titles], ["", *notes], scale)
+        write_bytes(folder / name, _png(whole))
+        shown = [
+            {"title": title, "note": note, "picture": jpeg_uri(each), "number": number}
+            for number, (title, note, each) in enumerate(zip(titles, notes, maps, strict=True))
+        ]
+        cards.append(
+            {"file": Path(document["images"][place]), "seen": jpeg_uri(Image.fromarray(picture)), "maps": shown}
+        )
+    content = {
+        "document": document,
+        "cards": cards,
+        "bar": colour_bar(scale),
+        "error": max(shown["relative_error"] for shown in document["maps"]),
+        "exact": [title for title, shown in zip(titles, document["maps"], strict=True) if shown["exact"]],
+    }
+    return [*names, write_html(folder, "look.html.j2", content).name]
+
+
+def picture_names(images: Sequence[str]) -> list[str]:
+    """Name the picture of each image after its file, with a number where two are called the same."""
+    names: list[str] = []
+    for image in images:
+        stem, number = Path(image).stem, 1
+        while (name := f"{stem}.png" if number == 1 else f"{stem}-{number}.png") in names:
+            number += 1
+        names.append(name)
+    return names
+
+
+def side_by_side(
+    pictures: Sequence[Image.Image], titles: Sequence[str], notes: Sequence[str], scale: tuple[float, float]
+) -> Image.Image:
+    """Put pictures of one size side by side, with titles and notes above them and a bar of the colours at the right."""
+    tall = round(_SIDE * pictures[0].height / pictures[0].width)
+    whole = Image.new("RGB", (len(pictures) * (_SIDE + _GAP) + _GAP + _BAR, _HEAD + tall + _GAP), _PAPER)
+    draw = ImageDraw.Draw(whole)
+    for place, (picture, title, note) in enumerate(zip(pictures, titles, notes, strict=True)):
+        x = _GAP + place * (_SIDE + _GAP)
+        whole.paste(picture.resize((_SIDE, tall), Image.Resampling.LANCZOS), (x, _HEAD))
+        draw.text((x, 8), _fitted(title, _TITLE), _INK, _font(_TITLE))
+        draw.text((x, 14 + _TITLE), _fitted(note, _NOTE), _FAINT, _font(_NOTE))
+    x = _GAP + len(pictures) * (_SIDE + _GAP)
+    bar = colours(np.linspace(1, 0, tall)[:, None].repeat(16, 1))
+    whole.paste(Image.fromarray(bar), (x, _HEAD))
+    low, high = scale
+    for value, y in ((high, _HEAD), (low, _HEAD + tall - _NOTE - 4)):
+        draw.text((x + 22, y), f"{value:.2g}x mean", _FAINT, _font(_NOTE - 2))
+    return whole
+
+
+def _outside(prefix: int, part: float) -> str:
+    """Say which share the tokens outside the patches hold, where there are such."""
+    whose = "class token" if prefix == 1 else "prefix tokens"
+    return f"{whose}: {share(part)}" if prefix else ""
+
+
+def _font(size: int) -> Any:
+    return ImageFont.load_default(size=size)
+
+
+def _fitted(text: str, size: int) -> str:
+    """Shorten a text to the width of a picture."""
+    font = _font(size)
+    if font.getlength(text) <= _SIDE:
+        return text
+    while text and font.getlength(f"{text}...") > _SIDE:
+        text = text[:-1]
+    return f"{text}..."
+
+
+def _png(picture: Image.Image) -> bytes:
+    buffer = io.BytesIO()
+    picture.save(buffer, "PNG", optimize=True)
+    return buffer.getvalue()
