@@ -32,7 +32,6 @@ MIXING = {
     "a softmax over the batch": lambda tokens: tokens[:, 0].softmax(0),
     "its number of samples": lambda tokens: tokens[:, 0] / len(tokens),
     "batch norm in train mode": in_train_mode(),
-    "random numbers": lambda tokens: tokens[:, 0] * torch.rand(1),
 }
 WORK = {
     "spectrum": lambda probe, images: pb.spectrum(probe, images, rank=2),
@@ -46,9 +45,16 @@ WORK = {
 @pytest.mark.parametrize("images", [1, 2])
 def test_mixing_is_noticed_also_with_one_image_and_at_the_last_layer(decoder, layer, images):
     probe = pb.load_probe(model_of("dinov2"), decoder, layer)
-    message = r"decoder: what it gives for a sample must not depend on the other samples .* batch norm or dropout"
+    message = r"decoder: what it gives for a sample must not depend on the other samples .* and for batch norm"
     with pytest.raises(DecoderError, match=message):
         pb.spectrum(probe, images_for("dinov2", (2, 3), batch=images), rank=2)
+
+
+@pytest.mark.parametrize("generator", [None, torch.Generator()])
+def test_random_numbers_are_named_as_such_whoever_draws_them(generator):
+    probe = pb.load_probe(model_of("dinov2"), lambda tokens: tokens[:, 0] * torch.rand(1, generator=generator), 1)
+    with pytest.raises(DecoderError, match=r"decoder: it draws random numbers, as dropout does"):
+        pb.spectrum(probe, images_for("dinov2", (2, 3), batch=1), rank=2)
 
 
 @pytest.mark.parametrize("work", WORK.values(), ids=WORK.keys())

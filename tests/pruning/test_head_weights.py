@@ -36,14 +36,14 @@ def trained_on(model: torch.nn.Module, **changes) -> ImportanceHead:
 
 def test_the_model_itself_is_accepted(caplog):
     pb.prune(float32(), trained_on(float32()), **PLAN)
-    assert not caplog.records
+    assert "cannot tell" not in caplog.text
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_so_is_a_copy_of_it_in_another_dtype(dtype, caplog):
     pb.prune(float32().to(dtype), trained_on(float32()), **PLAN)
     pb.prune(float32(), trained_on(float32().to(dtype)), **PLAN)
-    assert not caplog.records
+    assert "cannot tell" not in caplog.text
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -74,7 +74,7 @@ def test_the_class_that_holds_the_weights_does_not_matter(tmp_path, caplog):
     ours = pb.load_probe(tmp_path, "cls", 1, device="cpu").backbone.model
     assert type(ours) is not type(float32())
     pb.prune(float32(), trained_on(ours), **PLAN)
-    assert not caplog.records
+    assert "cannot tell" not in caplog.text
 
 
 def test_where_it_cannot_be_told_a_warning_says_so(caplog):
@@ -89,7 +89,7 @@ def test_where_it_cannot_be_told_a_warning_says_so(caplog):
 def test_a_head_of_an_older_version_is_accepted_with_its_own_model_and_doubted_with_others(caplog):
     old = trained_on(float32(), blocks={})
     pb.prune(float32(), old, **PLAN)
-    assert not caplog.records
+    assert "cannot tell" not in caplog.text
     with caplog.at_level(logging.WARNING):
         pb.prune(other(), old, **PLAN)
     assert "head: cannot tell" in caplog.text and "older version" in caplog.text

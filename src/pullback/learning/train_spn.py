@@ -100,7 +100,6 @@ def train_spn(
     progress.stage("reading the images")
     made_for = configuration(probe, Recipe(rank, precision=precision), wanted, crops=0, seed=config.seed, source="")
     rows = readable_rows(images, wanted, limit)
-    shared = check_held_out(contents_of(held_out, wanted), [row.sha256 for row in rows])
     settings = {f"probe.{name}": value for name, value in made_for.items() if name not in NOT_COMPARED} | {
         "supervision": supervision,
         "power_iters": power_iters,
@@ -113,6 +112,7 @@ def train_spn(
     with torch.device("meta"):
         start = SpnConfig(dim, rank, width, heads, tokens=tokens if constant_images else None)
         check_going_on(SpectralPullbackNetwork.from_config(start), config, folder, settings)
+    shared = check_held_out(contents_of(held_out, wanted), [row.sha256 for row in rows])
     judge = held_out_modes(probe, held_out, rank, size=wanted.size, progress=progress)
     reader = feature_reader(probe, rows, wanted)
     first = reader(torch.arange(min(8, len(rows))))
