@@ -385,7 +385,8 @@ def _configuration(network: Pretrained, config: FitConfig, settings: Mapping[str
 
 
 def _check_same(state: Mapping[str, Any], asked: Mapping[str, Any], checkpoint: Path) -> None:
-    check_settings(state["config"], asked, checkpoint, holds="a training run")
+    # what the network was made for decides no weight, and each version of the package says more about it
+    check_settings(state["config"], asked, checkpoint, holds="a training run", ignore=("network.origin",))
 
 
 def _parallel(network: nn.Module, batch: int) -> tuple[Share, nn.Module]:

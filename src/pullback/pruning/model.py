@@ -32,7 +32,7 @@ from pullback.errors import ModelError, PullbackError, ShapeError
 from pullback.pruning.forward import PrunedRun, forward, prepared
 from pullback.pruning.plan import PrunePlan
 from pullback.pruning.plan import preset as named_plan
-from pullback.pruning.scores import Choice, HeadScore, Modes, StageModes, metric_score
+from pullback.pruning.scores import Choice, HeadScore, Modes, StageModes, check_weights, metric_score, networks_of
 from pullback.runs.files import make_folder, read_json, replaced_folder, write_bytes, write_json, write_network, writing
 
 DOCUMENT, HEADS, MODEL = "pruned.json", "heads", "model"
@@ -79,6 +79,7 @@ def prune(
     """
     scores: list[Any] = list(score) if isinstance(score, (list, tuple, nn.ModuleList)) else [score]
     pruned = PrunedModel(model, plan_for(model, preset, ratio, stages, dense=dense), scores, modes)
+    check_weights(pruned.backbone, networks_of(pruned.scores, pruned.modes))
     for note in pruned.plan.notes(pruned.backbone.depth):
         logger.warning(note)
     if pruned.shortened:
@@ -300,7 +301,9 @@ class PrunedModel(Pruned):
         own = _read_model(address, folder) if model is None else model
         choices = [entry["name"] if "name" in entry else networks[entry["head"]] for entry in scores]
         known = {layer: metric_score(networks[entry["head"]]) for layer, entry in modes.items()}
-        return cls(own, plan, choices, StageModes(known) if known else None).to(device)
+        pruned = cls(own, plan, choices, StageModes(known) if known else None)
+        check_weights(pruned.backbone, networks_of(pruned.scores, pruned.modes))
+        return pruned.to(device)
 
     def _whole_patches(self, images: Tensor) -> Tensor:
         """Cut off the pixels of images [B, 3, H, W] at the right and the bottom that fill no patch: the models' own
