@@ -148,6 +148,13 @@ def test_figures_are_drawn_and_named(run):
     assert str(run.out) in run.result.output
 
 
+def test_a_page_is_written_that_needs_nothing_else(run):
+    page = (run.out / "index.html").read_text(encoding="utf-8")
+    assert "L01" in page and "L04" in page and "±" in page and "data:image/" in page
+    assert "http://" not in page and "https://" not in page
+    assert (run.out / "index.html").as_uri() in run.result.output
+
+
 def test_no_temporary_file_is_left(run):
     assert not [path.name for path in run.out.iterdir() if path.name.startswith(".")]
 

@@ -78,9 +78,10 @@ def diagnose(
                 with suppress(RuntimeError):  # what went wrong first is what matters
                     drawing.draw(out)
             raise
-        progress.close()
-        screen = console()
-        screen.print(diagnosis_summary(document, screen.width))
+        with progress.hidden():
+            screen = console()
+            screen.print(diagnosis_summary(document, screen.width))
+            say("")
+        progress.stage("drawing figures")
         figures = drawing.draw(out)
-    say("")
     say_written(out, [DIAGNOSIS, IMPORTANCE], figures)

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pullback.checks import whole_number
+from pullback.checks import callable_or_none, of_kind, whole_number
 from pullback.data.pictures import Pictures
-from pullback.errors import RankError
+from pullback.errors import PullbackError, RankError
 from pullback.geometry.regimes import THRESHOLDS, Regime, Thresholds, Verdict, judge, looks_random
 from pullback.geometry.spectrum import Probe, Sketched, as_token_maps, features_of, output_size, sketch_in_batches
 from pullback.geometry.summary import Summary, summarize
@@ -225,6 +225,10 @@ class Tractability:
         )
 
 
+KNOBS = {"power_iters", "sketch_width", "rayleigh_ritz", "num_probes", "lanczos_steps", "slq_probes", "max_depth"}
+"""Arguments of `randnla.sketch` that `diagnose` passes on."""
+
+
 def diagnose(
     probe: Probe,
     images: Pictures,
@@ -252,6 +256,13 @@ def diagnose(
     ends with the same numbers. Other ``knobs`` go to `randnla.sketch`.
     """
     ranks = _checked_ranks(rank)
+    whole_number("convergence_samples", convergence_samples, least=0)
+    of_kind("thresholds", thresholds, Thresholds, "a Thresholds of pullback.geometry")
+    callable_or_none("on_progress", on_progress)
+    for name in sorted(set(knobs) - KNOBS):
+        raise PullbackError(
+            f"{name}: diagnose has no such argument. Besides its own it takes {', '.join(sorted(KNOBS))}."
+        )
     begun = time.perf_counter()
     features = features_of(probe, images, normalized)
     rows, inputs = output_size(probe, features), features[0].numel()

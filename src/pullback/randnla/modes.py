@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pullback.checks import finite_number, whole_number
 from pullback.errors import PullbackError
 from pullback.operators.base import LinearOperator, ProductCount
 from pullback.randnla.estimate import Estimate
@@ -55,7 +56,7 @@ def choose_method(method: str, rows: int, cols: int, rank: int, *, sampled: int 
     ``sampled``: products that the Krylov route needs besides those of its space, for what it cannot know exactly.
     Sizes alone decide, so that every machine and every batch size decides alike.
     """
-    if method not in METHODS:
+    if not isinstance(method, str) or method not in METHODS:
         raise PullbackError(f"method: expected one of {', '.join(METHODS)}, got {method!r}.")
     if method != "auto":
         return method
@@ -106,6 +107,7 @@ def leading_modes(
     The Krylov space is built on the shorter side of J, where its algebra is cheap.
     """
     check_rank(op, rank)
+    finite_number("rtol", rtol, least=0, expected="a relative error such as 1e-3")
     method = choose_method(method, op.rows, op.cols, rank, itemsize=op.dtype.itemsize)
     if method == "exact":
         return LeadingModes(exact_svd(op, rank, full=False, precision=precision), None, None, method)
@@ -165,7 +167,10 @@ def sketch(
     values and modes are to be trusted.
     """
     check_rank(op, rank)
-    if rtol is not None and rtol < 2 * op.round_off:
+    for name, count in (("num_probes", num_probes), ("lanczos_steps", lanczos_steps), ("slq_probes", slq_probes)):
+        if count is not None:
+            whole_number(name, count)
+    if rtol is not None and finite_number("rtol", rtol, expected="a relative error such as 1e-3") < 2 * op.round_off:
         raise PullbackError(
             f"rtol: expected at least {2 * op.round_off:.1e}, since products in this precision leave a relative error "
             f"of {op.round_off:.0e}, got {rtol:g}. Raise it, or choose a higher precision."

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -53,6 +55,13 @@ class ProgressDisplay:
     def close(self) -> None:
         """Take the bar off the screen; a second time does nothing."""
         self._bar.stop()
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Take the bar off the screen while something is printed."""
+        self._bar.stop()
+        yield
+        self._bar.start()
 
     def stage(self, text: str) -> None:
         self._end_stage()
