@@ -153,7 +153,7 @@ def run_diagnosis(
 
 def stopped_in(out: Path) -> tuple[str, int]:
     """Return the layer that the run in a folder was stopped in, such as "L04", and how many of its samples are kept."""
-    failure = files.read_diagnosis(out)["failure"] if (out / files.DIAGNOSIS).is_file() else None
+    failure = files.read_diagnosis(out).get("failure") if (out / files.DIAGNOSIS).is_file() else None
     if failure is None:
         return "", 0
     return files.layer_name(failure["layer"]), FinishedParts(out / files.PARTS).count(failure["layer"])
