@@ -164,3 +164,17 @@ def test_a_hub_that_cannot_be_reached_is_named_and_files_that_may_be_absent_are_
     with pytest.raises(ModelError, match="the hub cannot be reached"):
         fetched_file("facebook/dinov2-giant", "model.safetensors")
     assert known_file("facebook/dinov2-giant", "model.safetensors.index.json") is None
+
+
+def test_a_model_of_a_known_type_that_holds_no_vit_is_refused_with_what_is_missing():
+    class Strange(torch.nn.Module):
+        config = tf.ViTConfig()
+
+    with pytest.raises(ModelError, match=r"model: Strange has none of layers, .* Expected a ViT of its family .*5\.17"):
+        load_backbone(Strange().eval())
+
+
+@pytest.mark.parametrize("kind", [tf.ViTForImageClassification, tf.ViTForMaskedImageModeling])
+def test_a_model_with_something_on_top_of_its_vit_is_taken_apart_as_that_vit(kind):
+    model = kind(model_of("vit").config).eval()
+    assert load_backbone(model).model is model and load_backbone(model).depth == 3

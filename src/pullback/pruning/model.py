@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import shutil
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import cache
@@ -32,7 +33,7 @@ from pullback.pruning.forward import PrunedRun, forward, prepared
 from pullback.pruning.plan import PrunePlan
 from pullback.pruning.plan import preset as named_plan
 from pullback.pruning.scores import Choice, HeadScore, Modes, StageModes, metric_score
-from pullback.runs.files import make_folder, read_json, replaced_folder, write_bytes, write_json, write_network
+from pullback.runs.files import make_folder, read_json, replaced_folder, write_bytes, write_json, write_network, writing
 
 DOCUMENT, HEADS, MODEL = "pruned.json", "heads", "model"
 PROCESSOR = ("preprocessor_config.json", "processor_config.json")  # the files that AutoImageProcessor looks for
@@ -40,8 +41,8 @@ MODES = "modes"  # where older folders have the networks of d_task, by stage
 EXTRAS = ("output_hidden_states", "output_attentions")
 _TAKEN_APART = ("backbone", "_assemble", "_places")
 _SHORTENED = (
-    "last_hidden_state of this pruned model has fewer tokens than the model's: its pooled output and class token are "
-    "safe to read, patch tokens are not"
+    "last_hidden_state, or whatever else holds the tokens of this pruned model, has fewer of them than the model's: "
+    "pooled outputs and the class token are safe to read, patch tokens are not"
 )
 logger = logging.getLogger(__name__)
 
@@ -274,7 +275,8 @@ class PrunedModel(Pruned):
             for name, content in published.items():
                 write_bytes(place / name, content)
             if processor is not None:
-                processor.save_pretrained(place)
+                with writing(place):
+                    processor.save_pretrained(place)
         write_json(folder / DOCUMENT, document)
         return folder
 
@@ -433,6 +435,7 @@ def _write_model(model: Any, folder: Path) -> bool:
             f"{type(model).__name__} has no save_pretrained, so the folder holds the plan and the heads alone. Save "
             "the model yourself, and pass it: PrunedModel.from_pretrained(folder, model=model)."
         )
+        shutil.rmtree(folder, ignore_errors=True)  # a model that was saved here before would be loaded instead
         return False
     with replaced_folder(folder) as temporary:
         if own:
