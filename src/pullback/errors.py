@@ -56,6 +56,6 @@ def naming(argument: str) -> Iterator[None]:
         raise
 
 
-def counted(count: int, unit: str) -> str:
-    """Write "1 image", "2 images", "1,200 rows"."""
-    return f"{count:,} {unit}{'s' * (count != 1)}"
+def counted(count: int, unit: str, plural: str = "s") -> str:
+    """Write "1 image", "2 images", "1,200 rows"; "3 classes" with ``plural`` = "es"."""
+    return f"{count:,} {unit}{'' if count == 1 else plural}"

@@ -100,7 +100,7 @@ def test_a_missing_weight_is_an_error_not_a_random_number(name, change, tmp_path
     if change == "shape":
         state["layernorm.weight"] = weight[:-1].clone()
     save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelError, match=rf"lacks 1 weights that {name} needs.* layernorm.weight|could not be loaded"):
+    with pytest.raises(ModelError, match=rf"lacks 1 weight that {name} needs.* layernorm.weight|could not be loaded"):
         load_backbone(tmp_path)
 
 

@@ -13,12 +13,14 @@ import typer
 from click.testing import Result
 from typer.testing import CliRunner
 
-from pullback.cli.common import BAD_INPUT, INTERRUPTED
+from pullback.cli.common import BAD_INPUT, FAILED, INTERRUPTED
 from pullback.cli.prune import prune
+from pullback.errors import FileError
 from pullback.experiments.demo import write_pictures
 from pullback.learning.head import HeadConfig, ImportanceHead
 from pullback.learning.pretrained import Origin
 from pullback.learning.spn import SpectralPullbackNetwork, SpnConfig
+from pullback.pruning import compare
 from pullback.pruning.rules import Subject
 from pullback.registry import PRESETS, SCORES
 from pullback.scenes.render import render
@@ -148,7 +150,7 @@ def test_the_fates_of_patches_add_up(compared):
     _, out = compared
     with np.load(out / "examples.npz") as arrays:
         fates, partners, ratios = arrays["fates"], arrays["partners"], arrays["ratios"]
-        assert fates.shape == partners.shape == (len(ratios), 2, 4, 4) and arrays["pictures"].shape == (2, 56, 56, 3)
+        assert fates.shape == partners.shape == (len(ratios), 3, 4, 4) and arrays["pictures"].shape == (3, 56, 56, 3)
         for fate, partner, ratio in zip(fates, partners, ratios, strict=True):
             assert ((fate > 0).sum((1, 2)) == round(16 * ratio)).all()
             assert (partner[fate == 0] == -1).all()
@@ -215,6 +217,114 @@ def test_changed_settings_are_refused_and_a_head_may_come_later(photos, head, tm
     assert json.loads((tmp_path / "settings.json").read_text())["head"] is not None, "rows of the head are still there"
 
 
+def test_images_spelled_in_another_way_are_the_same_images(photos, tmp_path, monkeypatch, no_figures):
+    assert run(photos, tmp_path / "out", *PLAIN, "--limit", 1).exit_code == 0
+    before = rows(tmp_path / "out")
+    (tmp_path / "link").symlink_to(photos)
+    monkeypatch.chdir(photos.parent)
+    monkeypatch.setattr(Subject, "output", lambda *_: pytest.fail("a row was computed again"))
+    for spelling in (photos.name, f"./{photos.name}/", tmp_path / "link"):
+        again = run(spelling, tmp_path / "out", *PLAIN, "--limit", 1)
+        assert again.exit_code == 0, again.output
+    assert rows(tmp_path / "out") == before
+
+
+def test_images_of_a_glob_are_known_by_their_names(photos, tmp_path, monkeypatch, no_figures):
+    assert run(photos / "scene-*.png", tmp_path / "out", *PLAIN, "--limit", 1).exit_code == 0
+    monkeypatch.chdir(photos)
+    monkeypatch.setattr(Subject, "output", lambda *_: pytest.fail("a row was computed again"))
+    assert run("scene-*.png", tmp_path / "out", *PLAIN, "--limit", 1).exit_code == 0
+    assert {row["image"] for row in rows(tmp_path / "out")} == {"scene-00.png"}
+
+
+def test_slow_jacobians_are_taken_so_many_at_a_time_as_may_be_lost(photos, tmp_path, monkeypatch, no_figures):
+    """12 s an image: two at a time, though three were asked for, and the same two when the run goes on."""
+    clock, sizes, real = [0.0], [], compare._add_rows
+
+    def noted(rows, subject, models, batch, *rest):
+        sizes.append(len(batch.keys))
+        return real(rows, subject, models, batch, *rest)
+
+    output = Subject.output
+    monkeypatch.setattr(compare, "_add_rows", noted)
+    monkeypatch.setattr(compare.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(
+        Subject, "output", lambda *given: (clock.__setitem__(0, clock[0] + 12.0 * len(given[2])), output(*given))[1]
+    )
+    options = (*PLAIN, "--scores", "exact", "--rank", 2, "--batch", 3)
+    assert run(photos, tmp_path, *options).exit_code == 0
+    assert sizes == [2, 1] and len(rows(tmp_path)) == 3 * 2
+    assert json.loads((tmp_path / "cost.json").read_text())["seconds_of_the_first_image"] == 12.0
+    clock[0], before = 0.0, rows(tmp_path)
+    monkeypatch.setattr(Subject, "output", lambda *_: pytest.fail("a row was computed again"))
+    assert run(photos, tmp_path, *options).exit_code == 0
+    assert sizes == [2, 1, 2, 1] and rows(tmp_path) == before
+
+
+def test_the_table_is_printed_before_the_figures_are_drawn(photos, tmp_path, monkeypatch):
+    def full(self, folder):
+        raise FileError(f"{folder}: the figures could not be drawn: no space.")
+
+    monkeypatch.setattr("pullback.report.drawing.Drawing.draw", full)
+    result = run(photos, tmp_path, *PLAIN, "--limit", 1)
+    assert result.exit_code == FAILED and "cosine degradation × 100" in result.output
+    assert "the figures could not be drawn: no space" in result.output and "Traceback" not in result.output
+    assert (tmp_path / "summary.json").is_file()
+
+
+def test_classes_are_checked_before_the_bank_is_embedded(photos, tmp_path, monkeypatch, no_figures):
+    for number in range(2):
+        write_pictures(render([number], size=64), tmp_path / "bank" / f"class-{number}")
+        write_pictures(render([number], size=64), tmp_path / "queries" / f"other-{number}")
+    monkeypatch.setattr(Subject, "full", lambda *_: pytest.fail("something was computed"))
+    options = ("--bank", tmp_path / "bank", "--scores", "norm")
+    other = run(tmp_path / "queries", tmp_path / "out", *PLAIN, *options)
+    assert (
+        other.exit_code == BAD_INPUT
+        and "--bank: none of 2 images is of a class in the bank (2 classes)" in other.output
+    )
+    unsorted = run(photos, tmp_path / "out", *PLAIN, *options)
+    assert (
+        unsorted.exit_code == BAD_INPUT
+        and "--labels: " in unsorted.output
+        and "lies in no class folder" in unsorted.output
+    )
+    table = tmp_path / "labels.csv"
+    table.write_text("file,class_index\nscene-00.png,1\n")
+    unlisted = run(photos, tmp_path / "out", *PLAIN, *options, "--labels", table)
+    assert unlisted.exit_code == BAD_INPUT and "has no row for" in unlisted.output
+    nowhere = run(photos, tmp_path / "out", *PLAIN, "--bank", tmp_path / "nowhere")
+    assert nowhere.exit_code == BAD_INPUT and "error: --bank=" in nowhere.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_bank_goes_on_where_it_was_stopped(photos, tmp_path, monkeypatch, no_figures):
+    for number in range(2):
+        write_pictures(render(range(3 * number, 3 * number + 3), size=64), tmp_path / "bank" / f"class-{number}")
+    (tmp_path / "bank" / "class-0" / "00-broken.png").write_bytes(b"not a picture")
+    write_pictures(render([7], size=64), tmp_path / "queries" / "class-1")
+    options = (*PLAIN, "--bank", tmp_path / "bank", "--scores", "norm")
+    assert run(tmp_path / "queries", tmp_path / "whole", *options).exit_code == 0
+    full, seen = Subject.full, []
+
+    def killed(self, images):
+        seen.append(len(images))
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+        return full(self, images)
+
+    monkeypatch.setattr(compare, "SAVE_EVERY", 0.0)
+    monkeypatch.setattr(Subject, "full", killed)
+    assert run(tmp_path / "queries", tmp_path / "out", *options).exit_code == INTERRUPTED
+    assert (tmp_path / "out" / "bank.partial.npz").is_file()
+    monkeypatch.setattr(Subject, "full", lambda self, images: (seen.append(len(images)), full(self, images))[1])
+    assert run(tmp_path / "queries", tmp_path / "out", *options).exit_code == 0
+    assert seen[3] == 2 and not (tmp_path / "out" / "bank.partial.npz").exists()
+    ours, theirs = (dict(np.load(tmp_path / name / "bank.npz")) for name in ("out", "whole"))
+    assert ours["classes"].tolist() == theirs["classes"].tolist() and len(ours["embeddings"]) == 6
+    np.testing.assert_allclose(ours["embeddings"], theirs["embeddings"], rtol=1e-5, atol=1e-6)
+
+
 def test_depth_is_measured_by_silog_and_shown_before_and_after(photos, tmp_path):
     result = run(photos, tmp_path, *PLAIN, "--decoder", "depth", "--preset", "best,strided", "--limit", 2)
     assert result.exit_code == 0, result.output
@@ -264,17 +374,18 @@ def test_bf16_changes_little(photos, tmp_path, no_figures):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--ratios", "a"), "ratios: expected a list such as 0.1,0.3, got 'a'"),
+        (("--ratios", "a"), "--ratios: expected a list such as 0.1,0.3, got 'a'"),
         (("--ratios", "1.0"), "ratio: expected a share of the patch tokens from 0 up to, but without, 1, got 1"),
-        (("--stages", "8,4"), "stages: expected ascending blocks"),
-        (("--stages", "11"), "stages: expected blocks from 0 to 10"),
-        (("--scores", "wisdom"), "scores: expected some of importance, exact, block-norm"),
-        (("--scores", "importance"), "scores: 'importance' needs --head DIR"),
-        (("--scores", "spn"), "scores: 'spn' needs --spn DIR"),
-        (("--preset", "worst"), "preset: expected one of best, paper"),
-        (("--time", "soon"), "time: expected auto, none or batch sizes such as 1,8,64, got 'soon'"),
-        (("--decoder", "depth", "--bank", "."), "bank: k-NN classifies embeddings"),
-        (("--head", "a,b"), "head: expected one folder for each of the stages [4], got 2"),
+        (("--stages", "8,4"), "--stages: expected ascending blocks"),
+        (("--stages", "4,4"), "--stages: expected ascending blocks, each once, got [4, 4]"),
+        (("--stages", "11"), "--stages: expected blocks from 0 to 10"),
+        (("--scores", "wisdom"), "--scores: expected some of importance, exact, block-norm"),
+        (("--scores", "importance"), "--scores: 'importance' needs --head DIR"),
+        (("--scores", "spn"), "--scores: 'spn' needs --spn DIR"),
+        (("--preset", "worst"), "--preset: expected one of best, paper"),
+        (("--time", "soon"), "--time: expected auto, none or batch sizes such as 1,8,64, got 'soon'"),
+        (("--decoder", "depth", "--bank", "."), "--bank: k-NN classifies embeddings"),
+        (("--head", "a,b"), "--head: expected one folder for each of the stages [4], got 2"),
         (("--size", "30"), "30x30 pixels are not divisible by the patch size 14"),
     ],
 )
@@ -287,7 +398,7 @@ def test_wrong_options_are_explained(photos, tmp_path, options, message, no_figu
 def test_a_head_of_another_layer_is_refused(photos, head, tmp_path, no_figures):
     result = run(photos, tmp_path / "out", *PLAIN, "--stages", 6, "--head", head)
     assert result.exit_code == BAD_INPUT
-    assert "head: it was trained for layer 4, and is used with layer 6" in result.output
+    assert "--head: it was trained for layer 4, and is used with layer 6" in result.output
 
 
 @pytest.mark.parametrize("command", ["prune", "plan"])

@@ -5,7 +5,7 @@ import torch
 
 from pullback.errors import PullbackError
 from pullback.evaluation import Bank, neighbour_accuracy
-from pullback.evaluation.neighbours import classes_from_folders, classes_from_table
+from pullback.evaluation.neighbours import classes_from_folders, classes_from_table, notes_on
 
 TABLE = "file,split,class_index\ntrain/a.jpg,train,65\ntrain/b.jpg,train,7\nheldout/c.jpg,heldout,65\n"
 
@@ -68,8 +68,8 @@ def test_votes_of_a_known_bank():
 
 
 def test_queries_of_other_classes_are_counted_and_refused_when_there_are_no_others():
-    bank = Bank.of(torch.eye(2), ["a", "b"])
-    assert bank.notes_on(["a", "b"]) == []
-    assert bank.notes_on(["a", "c"]) == ["1 images are of classes that the bank lacks: k-NN cannot be right."]
-    with pytest.raises(PullbackError, match="bank: none of the 1 images is of a class in the bank"):
-        bank.notes_on(["c"])
+    assert notes_on({"a", "b"}, ["a", "b"]) == []
+    assert notes_on({"a", "b"}, ["a", "c"]) == ["1 image is of a class that the bank lacks: k-NN cannot be right."]
+    assert notes_on({"a"}, ["a", "c", "d"]) == ["2 images are of classes that the bank lacks: k-NN cannot be right."]
+    with pytest.raises(PullbackError, match=r"bank: none of 1 image is of a class in the bank \(2 classes\)"):
+        notes_on({"a", "b"}, ["c"])

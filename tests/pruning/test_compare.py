@@ -1,6 +1,7 @@
 """The parts of the comparison that need no command line: rules, scores of a batch, tests between rules."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from scipy import stats
 
 import pullback as pb
 from helpers.families import images_for, model_of
+from helpers.registry import kept_tables
 from pullback.backbones import load_backbone
 from pullback.data.images import PixelFormat
 from pullback.decoders import build_decoder
@@ -16,8 +18,9 @@ from pullback.errors import ModelError, PullbackError
 from pullback.evaluation.cost import Timing
 from pullback.pruning import compare
 from pullback.pruning.compare import NOT_COMPARED, Costs, RuleRows, images_of_all, summarise
-from pullback.pruning.examples import MAX_IMAGES, panels, write_examples
+from pullback.pruning.examples import MAX_IMAGES, Examples, panels, write_examples
 from pullback.pruning.rules import Rule, Scores, Subject, reference_score, rules
+from pullback.registry import BACKBONES
 from pullback.runs.documents import read_examples
 from pullback.runs.progress import Silent
 from pullback.runs.provenance import commit
@@ -50,9 +53,14 @@ def test_the_figures_show_a_few_images_of_a_larger_batch(tmp_path):
     scores.begin(keys)
     shown = {rule: scores.pruned(rule) for rule in rules(["best"], ["norm", "random"], [0.5])}
     pixels = PixelFormat.of(tuple(images.shape[-2:]))
-    write_examples(tmp_path, subject, shown, images, keys, pixels)
+    few = Examples(scores)
+    few.add(keys[:3], images[:3])
+    assert not few.full
+    few.add(keys[3:], images[3:])
+    few.begin()
+    write_examples(tmp_path, subject, shown, few.images, few.keys, pixels)
     arrays = read_examples(tmp_path)
-    assert arrays["names"].tolist() == keys[:MAX_IMAGES]
+    assert few.full and arrays["names"].tolist() == keys[:MAX_IMAGES]
     assert len(arrays["pictures"]) == len(arrays["before"]) == MAX_IMAGES
     for name in ("fates", "partners", "values", "after"):
         assert arrays[name].shape[:2] == (len(shown), MAX_IMAGES), name
@@ -125,7 +133,8 @@ def subject_of(name: str, decoder: str) -> Subject:
 @pytest.mark.parametrize(
     ("name", "decoder", "own"),
     [("dinov2", "cls", True), ("clip", "projection", True), ("depth-v2", "depth", True), ("depth-v2", "cls", False),
-     ("siglip", "pool", False)],
+     ("siglip", "pool", True), ("siglip2", "pool", True), ("vit-classifier", "logits", True),
+     ("timm-avg", "logits", True)],
 )  # fmt: skip
 def test_the_users_model_is_timed_against_its_pruned_copies(name, decoder, own, tmp_path, monkeypatch):
     """Where its output cannot be made of what a plan leaves, what the decoder reads is, and the summary says so."""
@@ -157,8 +166,10 @@ def test_a_pruned_model_without_an_output_says_so():
     subject = subject_of("depth-v2", "cls")
     with pytest.raises(PullbackError, match=r"plan: the decoder of .* reads all patch tokens, so they must come back"):
         Scores(subject).pruned(Rule("drop", "norm", 0.5))(images_for("depth-v2", (3, 3)))
-    with pytest.raises(ModelError, match="siglip models cannot be pruned in place yet"):
-        Scores(subject_of("siglip", "pool")).pruned(Rule("drop", "norm", 0.5))(images_for("siglip", (3, 3)))
+    with kept_tables():
+        pb.register_backbone(replace(BACKBONES["siglip"], assemble=None))
+        with pytest.raises(ModelError, match="siglip models cannot be pruned in place"):
+            Scores(subject_of("siglip", "pool")).pruned(Rule("drop", "norm", 0.5))(images_for("siglip", (3, 3)))
 
 
 def row(rule: Rule, image: str, value: float | None) -> dict:

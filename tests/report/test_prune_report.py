@@ -25,7 +25,7 @@ def test_the_tables_say_what_was_found():
     for words in (
         "dinov2-small, cls: tokens removed after blocks 4, 8, 4 images of 224x224 pixels",
         "cosine degradation × 100: mean", "4.2×  p 3e-09", "k-NN top-1 in % (unpruned 75.0)", "62.5",
-        "operations and time on a machine", "2 (2×)", "10 (2×)", "stages: odd.", "1 images left out",
+        "operations and time on a machine", "2 (2×)", "10 (2×)", "stages: odd.", "1 image left out",
         "x.png: no picture",
     ):  # fmt: skip
         assert words in text, words

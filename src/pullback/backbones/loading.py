@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from pullback.backbones.backbone import AnyBackbone, Backbone, Classifier, Preprocessing
 from pullback.backbones.block import Affine
 from pullback.backbones.outputs import CLASSIFIERS, classifier
-from pullback.errors import ModelError
+from pullback.checks import shown
+from pullback.errors import DamagedModelError, ModelError, counted
 from pullback.models import EMBEDDED
 from pullback.models.dinov2 import Dinov2, Dinov2Config
 from pullback.models.tiny_scenes import TinyScenes, TinyScenesConfig
@@ -43,6 +44,7 @@ def load_any_backbone(
 
 def load_backbone(model: Model, *, device: str | torch.device = "auto", dtype: torch.dtype = torch.float32) -> Backbone:
     """A frozen ViT as `load_any_backbone` loads it. Models of several views, and other networks, are refused."""
+    _check_kind(model)
     if not isinstance(model, nn.Module) and Path(model).is_file():
         raise ModelError(f"model: expected a folder or a hub id, got the file {os.fspath(model)}.")
     entry, config = _identified(model)
@@ -83,7 +85,7 @@ def resolve_device(device: str | torch.device) -> torch.device:
     try:
         resolved = torch.device(device)
         torch.empty(0, device=resolved)
-    except (RuntimeError, AssertionError) as error:
+    except (RuntimeError, AssertionError, TypeError) as error:
         raise ModelError(
             f"device: {device!r} cannot be used here ({first_line(error)}). Try 'auto' or 'cpu'."
         ) from None
@@ -95,27 +97,43 @@ def check_evaluation_mode(module: nn.Module, argument: str) -> None:
     training = [name or type(module).__name__ for name, part in module.named_modules() if part.training]
     if training:
         raise ModelError(
-            f"{argument}: expected evaluation mode, but {training[0]} and {len(training) - 1} more submodules are in "
-            f"train mode, where dropout and batch norm make the output random. Call {argument}.eval() first."
+            f"{argument}: expected evaluation mode, but {training[0]} and "
+            f"{counted(len(training) - 1, 'more submodule')} are in train mode, where dropout and batch norm make the "
+            f"output random. Call {argument}.eval() first."
+        )
+
+
+def _check_kind(model: object) -> None:
+    if not isinstance(model, str | os.PathLike | nn.Module) or model == "":
+        raise ModelError(
+            f"model: expected a hub id, a folder, an embedded name ({', '.join(EMBEDDED)}) or a module, got "
+            f"{shown(model)}. Of a probe it is probe.backbone.model."
         )
 
 
 def _identified(model: Model) -> tuple[BackboneEntry, dict[str, Any]]:
     """The family of a model, and config.json where that had to be read for it."""
+    _check_kind(model)
     if isinstance(model, nn.Module):
         model_type = getattr(getattr(model, "config", None), "model_type", None)
-        if model_type is None:
-            raise ModelError(
-                f"model: expected a transformers vision model, got {type(model).__name__}, which has no config with a "
-                "model type. Give a network of your own the attribute config.model_type and add its family by "
-                "pullback.register_backbone."
-            )
-        return family_of(model_type), {}
+        return (_recognised(model) if model_type is None else family_of(model_type)), {}
     claimed = _claimed(os.fspath(model))
     if claimed is not None:
         return claimed, {}
     config = read_config(_place(os.fspath(model)), ", ".join(EMBEDDED))
     return family_of(config["model_type"]), config
+
+
+def _recognised(model: nn.Module) -> BackboneEntry:
+    """Return the family that knows a module without a model type by its parts."""
+    for entry in backbones():
+        if entry.recognise is not None and resolve(entry.recognise)(getattr(model, "_orig_mod", model)):
+            return entry
+    raise ModelError(
+        f"model: expected a transformers vision model, got {type(model).__name__}, which has no config with a model "
+        "type, nor the parts of a ViT of timm. Give a network of your own the attribute config.model_type and add its "
+        "family by pullback.register_backbone (docs/guide/own-vit.md)."
+    )
 
 
 def _load(
@@ -133,6 +151,8 @@ def _load(
     if isinstance(model, nn.Module):
         check_evaluation_mode(model, "model")
         return adapt(model, type(model).__name__)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ModelError(f"dtype: expected a floating-point one such as torch.float32, got {dtype!r}.")
     name, target = os.fspath(model), resolve_device(device)
     if entry.load is not None:
         module = resolve(entry.load)(name, target, dtype)
@@ -140,7 +160,6 @@ def _load(
     where, reader = _place(name), reader_of(config)
     module = _read_with_transformers(where, entry) if reader is None else reader(where, config)
     module = module.to(device=target, dtype=dtype).eval().requires_grad_(False)
-    vars(module)["name_or_path"] = where  # as transformers has it: what lies beside the weights is found again
     backbone = adapt(module, name if name in EMBEDDED else where)
     return replace(backbone, preprocessing=published_preprocessing(where, backbone.preprocessing))
 
@@ -177,6 +196,7 @@ def _read_with_transformers(name: str, entry: BackboneEntry) -> nn.Module:
     try:
         module, report = loader.from_pretrained(name, use_safetensors=True, output_loading_info=True)
     except Exception as error:  # transformers raises OSError, ValueError, KeyError and hub errors here
+        check_safetensors(Path(name))
         raise ModelError(f"model: the weights of {name!r} could not be loaded: {first_line(error)}.") from None
     _check_report(name, entry, report)
     return _without_random_parts(module, entry, report)
@@ -188,8 +208,8 @@ def _check_report(name: str, entry: BackboneEntry, report: dict) -> None:
     if missing or report["mismatched_keys"]:
         wrong = missing or [str(key) for key in report["mismatched_keys"]]
         raise ModelError(
-            f"model: {name!r} lacks {len(wrong)} weights that {entry.name} needs, such as {sorted(wrong)[0]}; they "
-            "would be random. Is it a complete checkpoint of this family?"
+            f"model: {name!r} lacks {counted(len(wrong), 'weight')} that {entry.name} needs, such as "
+            f"{sorted(wrong)[0]}; they would be random. Is it a complete checkpoint of this family?"
         )
 
 
@@ -244,8 +264,13 @@ def read_config(name: str, embedded: str) -> dict[str, Any]:
         )
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DamagedModelError(
+            f"model: {path} is not a transformers configuration (JSON with a model_type): {first_line(error)}."
+        ) from None
+    try:
         config["model_type"]
-    except (ValueError, KeyError, TypeError):
+    except (KeyError, TypeError):
         raise ModelError(f"model: {path} is not a transformers configuration (JSON with a model_type).") from None
     return config
 
@@ -258,7 +283,10 @@ def published_preprocessing(name: str, default: Preprocessing) -> Preprocessing:
         path = None
     if path is None:
         return default
-    published = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        published = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DamagedModelError(f"model: {path} is no JSON ({first_line(error)}). Fetch it again.") from None
     mean, std = published.get("image_mean"), published.get("image_std")
     if not (isinstance(mean, list) and isinstance(std, list) and len(mean) == len(std) == 3):
         return default
@@ -293,10 +321,11 @@ def _filled(model: nn.Module, state: dict[str, Tensor], name: str, kind: str) ->
     wrong = [key for key in wrong if not key.endswith("mask_token")]
     if wrong:
         raise ModelError(
-            f"model: {name!r} lacks {len(wrong)} weights that {kind} needs, or has them in another "
-            f"shape, such as {sorted(wrong)[0]}. Is it a complete checkpoint of this family?"
+            f"model: {name!r} lacks {counted(len(wrong), 'weight')} that {kind} needs, or has another "
+            f"shape there, such as {sorted(wrong)[0]}. Is it a complete checkpoint of this family?"
         )
     model.load_state_dict({key: state[key] for key in expected if key in state}, strict=False, assign=True)
+    vars(model)["name_or_path"] = name  # as models of transformers have it: what lies beside the weights is found again
     return model
 
 
@@ -321,7 +350,10 @@ def _tensors(name: str, wanted: set[str] | None = None) -> dict[str, Tensor]:
     index = known_file(name, "model.safetensors.index.json")
     shards = ["model.safetensors"]
     if index is not None:
-        shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        try:
+            shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise DamagedModelError(f"model: {index} is no index of safetensors files. Fetch it again.") from None
     tensors: dict[str, Tensor] = {}
     for shard in shards:
         path = known_file(name, shard)
@@ -332,8 +364,24 @@ def _tensors(name: str, wanted: set[str] | None = None) -> dict[str, Tensor]:
                 keys = file.keys() if wanted is None else wanted.intersection(file.keys())
                 tensors.update({key: file.get_tensor(key) for key in keys})
         except Exception as error:
-            raise ModelError(f"model: the weights of {name!r} could not be loaded: {first_line(error)}.") from None
+            raise _damaged(path, error) from None
     return tensors
+
+
+def check_safetensors(folder: Path) -> None:
+    """Raise an error that names the first safetensors file in a folder that cannot be read; others are left alone."""
+    from safetensors import safe_open
+
+    for path in sorted(folder.glob("*.safetensors")) if folder.is_dir() else ():
+        try:
+            with safe_open(path, framework="pt"):
+                pass
+        except Exception as error:
+            raise _damaged(path, error) from None
+
+
+def _damaged(path: Path, error: Exception) -> DamagedModelError:
+    return DamagedModelError(f"model: the weights of {str(path)!r} could not be loaded: {first_line(error)}.")
 
 
 def fetched_file(name: str, filename: str) -> Path | None:

@@ -21,6 +21,7 @@ from pullback.report.progress import ProgressDisplay
 from pullback.report.wording import NO_FIGURES
 from pullback.runs.documents import PAGE
 from pullback.runs.files import check_folder
+from pullback.runs.folder import check_kind
 
 if TYPE_CHECKING:
     from pullback.probes import ProbeMap
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 """Exit codes: the machine's fault (a full disk, a damaged file, too little memory), the command's, and Ctrl-C."""
 _OF_THE_COMMAND = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
+_KINDS = {"head": "train", "spn": "train"}
 _OTHER_NAMES = {"path": "images", "source": "images"}
 """What functions call the images. Where a command reads other ones too, it says so by `errors.naming`."""
 PRUNE_VIEWS = ("pb.prune_views(model, score, ratio=..., stages=...)", "docs/guide/vggt-pruning.md")
@@ -38,12 +40,14 @@ PRUNE_VIEWS = ("pb.prune_views(model, score, ratio=..., stages=...)", "docs/guid
 def running(out: Path | None = None, command: Callable[..., None] | None = None) -> Iterator[ProgressDisplay]:
     """Surround a command: show its progress, prepare to import torch, and turn errors into messages.
 
-    ``out``: the folder in which finished parts are kept if something fails; one that cannot be written is refused
-    at once. ``command``: the function, for the names of its options in messages.
+    ``out``: the folder in which finished parts are kept if something fails; one that cannot be written, or holds the
+    results of another command, is refused at once. ``command``: the function, whose options messages name.
     """
     with ProgressDisplay(console(stderr=True)) as progress, reported(progress, out, command):
         if out is not None:
             check_folder(out)
+        if out is not None and command is not None:
+            check_kind(out, _KINDS.get(command.__name__, command.__name__))
         progress.stage("loading torch")
         prepare()
         yield progress
@@ -85,20 +89,21 @@ def in_options(message: str, command: Callable[..., None] | None) -> str:
         return message
     hints = get_type_hints(command, include_extras=True)
     names = [_OTHER_NAMES.get(name, name) for name in head[0].split(", ")]
-    if not all(_is_option(hints.get(name)) for name in names):
+    if not all(name in hints for name in names):
         return message
-    return ", ".join(f"--{name.replace('_', '-')}" for name in names) + message[head.end() :]
+    typed = (f"--{name.replace('_', '-')}" if _is_option(hints[name]) else name for name in names)
+    return ", ".join(typed) + message[head.end() :]
 
 
 def _is_option(hint: object) -> bool:
     return any(isinstance(part, OptionInfo) for part in getattr(hint, "__metadata__", ()))
 
 
-def kept(error: BaseException, count: int, unit: str) -> str:
-    """Write what is kept of a run that ends with this error, and that the same command goes on from there: it does,
-    unless the error comes again with the same command."""
+def kept(error: BaseException, count: int, unit: str, of: str = "") -> str:
+    """Write what is kept of a run that ends with this error, such as "3 images of L04", and that the same command goes
+    on from there: it does, unless the error comes again with the same command."""
     goes_on = isinstance(error, (KeyboardInterrupt, OSError, MemoryError))
-    return counted(count, unit) + ("; the same command goes on from there" if goes_on else "")
+    return counted(count, unit) + of + ("; the same command goes on from there" if goes_on else "")
 
 
 def _fail(message: str, progress: ProgressDisplay, out: Path | None, code: int) -> NoReturn:

@@ -18,10 +18,16 @@ def demo(
     seed: Annotated[int, typer.Option(min=0, help="Of the scenes and every random probe.")] = 0,
 ) -> None:
     """Run a small diagnosis from start to end, without any download: scenes, numbers, figures, a page."""
-    with Drawing() as drawing, running(out) as progress:
+    with Drawing() as drawing, running(out, demo) as progress:
         from pullback.experiments.demo import NOTE, SCENES_FOLDER, run_demo
 
         documents = run_demo(out, progress, seed, progress.layer_done)
+        with progress.hidden():
+            screen = console()
+            for document in documents.values():
+                screen.print(diagnosis_summary(document, screen.width))
+                screen.print()
+            say(NOTE, "yellow")
         progress.stage("drawing figures")
         figures = [drawing.draw(out / name, page=False) for name in (SCENES_FOLDER, *documents)]
         page = None
@@ -30,11 +36,6 @@ def demo(
             from pullback.report.page import write_page
 
             page = write_page(out, list(documents), NOTE, SCENES_FOLDER)
-    screen = console()
-    for document in documents.values():
-        screen.print(diagnosis_summary(document, screen.width))
-        screen.print()
-    say(NOTE, "yellow")
     if page is None:
         say(NO_FIGURES, "yellow")
     where = "" if page is None else f", open {page.resolve().as_uri()}"

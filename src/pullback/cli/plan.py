@@ -9,7 +9,7 @@ import typer
 
 from pullback.cli import options
 from pullback.cli.common import PRUNE_VIEWS, parse_size, refuse_scenes, running, say, say_written
-from pullback.errors import PullbackError
+from pullback.errors import PullbackError, counted, naming
 from pullback.registry import SCORES
 from pullback.report.drawing import Drawing
 from pullback.runs.documents import PLAN
@@ -42,46 +42,55 @@ def plan(
     ] = None,
 ) -> None:
     """Find which tokens to remove where, so that a budget of operations, time or error is met."""
-    with Drawing() as drawing, running(out) as progress:
-        refuse_scenes(model, "plan", *PRUNE_VIEWS)
+    with Drawing() as drawing, running(out, plan) as progress:
         from pullback.learning.head import ImportanceHead
         from pullback.probes import load_probe
         from pullback.pruning import prune
-        from pullback.pruning.budget import plan_pruning
+        from pullback.pruning.budget import check_budget, plan_pruning
         from pullback.pruning.planned import Asked, write_plan
         from pullback.pruning.scores import score_names
 
+        budget = {"flops": flops, "milliseconds": milliseconds, "degradation": degradation}
+        check_budget(**budget)
+        named, pixels = _pairs(heads), parse_size(size)
+        refuse_scenes(model, "plan", *PRUNE_VIEWS)
+        names = score_names()
+        with naming("heads"):
+            scores = {layer: name if name in names else ImportanceHead.from_pretrained(name) for layer, name in named}
         progress.stage(f"loading {model}")
         probe = load_probe(model, "mean", device=device)
         network = probe.backbone.model
-        names = score_names()
-        scores = {
-            layer: name if name in names else ImportanceHead.from_pretrained(name, device=probe.device)
-            for layer, name in _pairs(heads)
-        }
-        pictures = probe.load_images(images, parse_size(size), limit=limit).to(probe.device)
+        for score in scores.values():
+            if isinstance(score, ImportanceHead):
+                score.to(probe.device)
+        read = probe.read_images(images, pixels, limit=limit)
+        pictures = read.pixels.to(probe.device)
         progress.stage("trying plans")
         forecast = plan_pruning(
             network,
             scores,
             pictures,
+            normalized=True,
             flops=flops,
             milliseconds=milliseconds,
             degradation=degradation,
             stages=stages,
             batch=batch,
         )
-        chosen = forecast.plan.stages
+        tried = f"{counted(forecast.measured, 'plan')} tried on {counted(len(pictures), 'image')}"
+        with progress.hidden():
+            say(f"{forecast} ({tried})")
+            for image in read.skipped:
+                say(f"skipped {image}", "yellow")
         if out is not None:
             progress.stage(f"writing {out}")
+            chosen = forecast.plan.stages
             pruned = prune(network, [scores[stage] for stage in chosen], ratio=forecast.plan.ratio, stages=chosen)
             pruned.save_pretrained(out)
-            budget = {"flops": flops, "milliseconds": milliseconds, "degradation": degradation}
-            asked = Asked(model, dict(_pairs(heads)), budget, images=len(pictures), batch=batch)
+            asked = Asked(model, dict(named), budget, images=len(pictures), batch=batch)
             write_plan(out, forecast, asked, probe.device)
             progress.stage("drawing figures")
             figures = drawing.draw(out)
-    say(f"{forecast} ({forecast.measured} plans tried on {len(pictures)} images)")
     if out is not None:
         say_written(out, ["the pruned model", PLAN], figures)
 
@@ -89,6 +98,10 @@ def plan(
 def _pairs(text: str) -> list[tuple[int, str]]:
     """3=a,6=b -> [(3, "a"), (6, "b")]"""
     try:
-        return [(int(layer), name) for layer, name in (part.split("=", 1) for part in text.split(","))]
+        pairs = [(int(layer), name) for layer, name in (part.split("=", 1) for part in text.split(","))]
     except ValueError:
         raise PullbackError(f"heads: expected BLOCK=HEAD by commas, such as 3=heads/L03, got {text!r}.") from None
+    blocks = [block for block, _ in pairs]
+    if len(set(blocks)) < len(blocks):
+        raise PullbackError(f"heads: expected each block once, got {text!r}.")
+    return pairs

@@ -9,7 +9,7 @@ from typing import Annotated, Literal, TypeVar
 import typer
 
 from pullback.cli import options
-from pullback.cli.common import PRUNE_VIEWS, parse_size, refuse_scenes, running, say, say_written
+from pullback.cli.common import PRUNE_VIEWS, kept, parse_size, refuse_scenes, running, say, say_written
 from pullback.errors import PullbackError
 from pullback.registry import PRESETS, SCORES
 from pullback.report.console import console
@@ -76,7 +76,7 @@ def prune(
     ] = "auto",
 ) -> None:
     """Compare pruning rules: degradation of the output per image, tests between rules, operations, time."""
-    with Drawing() as drawing, running(out) as progress:
+    with Drawing() as drawing, running(out, prune) as progress:
         refuse_scenes(model, "prune", *PRUNE_VIEWS)
         from pullback.pruning.compare import PruneRequest, run_comparison
 
@@ -102,26 +102,30 @@ def prune(
             seed=seed,
             time=time,
         )
+        before = _rows(out)
         try:
             document = run_comparison(request, out, progress)
-        except BaseException:
-            kept = _rows(out)
-            if kept:
-                progress.done.append(f"{kept:,} rows; the same command goes on from there")
+        except BaseException as error:
+            if (rows := _rows(out)) > (before if isinstance(error, PullbackError) else 0):
+                progress.done.append(kept(error, rows, "row"))
             raise
+        with progress.hidden():
+            console().print(prune_summary(document))
+            say("")
+        progress.done.append("rows, summary and table")
         progress.stage("drawing figures")
         figures = drawing.draw(out)
-    console().print(prune_summary(document))
-    say("")
     say_written(out, [ROWS, SUMMARY, EXAMPLES], figures)
 
 
 def _several(option: str, text: str, read: Callable[[str], _Item]) -> tuple[_Item, ...]:
-    """Read a list with commas, each item once."""
+    """Read a list with commas. Of stages and heads the order matters, and a stage that comes twice is refused later;
+    of anything else the same item a second time means nothing."""
     try:
-        items = tuple(dict.fromkeys(read(part.strip()) for part in text.split(",") if part.strip()))
+        items = tuple(read(part.strip()) for part in text.split(",") if part.strip())
     except ValueError:
         items = ()
+    items = items if option in ("stages", "head", "spn") else tuple(dict.fromkeys(items))
     if not items:
         example = {"ratios": "0.1,0.3", "stages": "4,8"}.get(option, "a,b")
         raise PullbackError(f"{option}: expected a list such as {example}, got {text!r}.")

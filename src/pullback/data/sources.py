@@ -122,9 +122,10 @@ def open_source(path: ImageSource | Source) -> Source:
     """
     if isinstance(path, Source):
         return path
+    paths = [os.fspath(part) for part in as_paths(path)]
     if not isinstance(path, str | os.PathLike):
-        return _several([os.fspath(part) for part in as_paths(path)])
-    name = os.fspath(path)
+        return _several(paths)
+    name = paths[0]
     if name.startswith(HF):
         return _hugging_face(name)
     name = str(Path(name))  # the same with and without a slash at its end
@@ -137,11 +138,11 @@ def open_source(path: ImageSource | Source) -> Source:
             "Expected plain .tar files: unpack them once with gunzip."
         )
     if name.endswith(".tar"):
-        return _tars(name, _expand_tars(name), _fixed_part(name))
+        return _tars(name, _expand_tars(name), fixed_part(name))
     if folder.suffix in LISTS and folder.is_file():
         return _text_list(name, folder)
     files = search_images(name)
-    root = folder.parent if folder.is_file() else _fixed_part(name)
+    root = folder.parent if folder.is_file() else fixed_part(name)
     return _files(name, files, root)
 
 
@@ -154,11 +155,6 @@ def place_of(name: str) -> str:
     dataset, colon, split = name.removeprefix(HF).rpartition(":")
     folder = Path(dataset if colon else split).expanduser()
     return f"{HF}{folder.resolve()}{colon}{split if colon else ''}" if folder.is_dir() else name
-
-
-def same_place(one: str | None, other: str | None) -> bool:
-    """Whether two names, however they are spelled, mean the same source."""
-    return one == other or (one is not None and other is not None and place_of(one) == place_of(other))
 
 
 def _several(paths: Sequence[str]) -> Source:
@@ -251,7 +247,7 @@ def _expand_braces(pattern: str) -> list[str]:
     return [name for head in heads for name in _expand_braces(head)]
 
 
-def _fixed_part(pattern: str) -> Path:
+def fixed_part(pattern: str) -> Path:
     """Return the folder before the first wildcard or brace."""
     parts = Path(pattern).expanduser().parts[:-1]
     return Path(*itertools.takewhile(lambda part: not any(sign in part for sign in "*?[{"), parts))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pullback.errors import PullbackError
+from pullback.checks import whole_number
+from pullback.errors import PullbackError, counted
 
 NEIGHBOURS, TEMPERATURE = 20, 0.07
 
@@ -28,6 +29,9 @@ def vote(
 
     Nearest by cosine; a vote weighs exp(cosine / temperature).
     """
+    whole_number("k", k)
+    if len(labels) != len(bank):
+        raise PullbackError(f"labels: expected one for each of the {len(bank)} rows of the bank, got {len(labels)}.")
     similarity = F.normalize(queries, dim=1) @ F.normalize(bank, dim=1).T
     nearest = similarity.topk(min(k, len(bank)), dim=1)
     votes = F.one_hot(labels[nearest.indices], int(labels.max()) + 1) * (nearest.values / temperature).exp()[..., None]
@@ -60,20 +64,24 @@ class Bank:
         numbers = {name: number for number, name in enumerate(sorted(set(classes)))}
         return cls(embeddings, torch.tensor([numbers[name] for name in classes]), numbers)
 
-    def notes_on(self, classes: Sequence[str]) -> list[str]:
-        """Return a warning if some queries are of classes that the bank lacks; raise an error if all are."""
-        foreign = [name for name in classes if name not in self.numbers]
-        if len(foreign) == len(classes):
-            raise PullbackError(
-                f"bank: none of the {len(classes)} images is of a class in the bank ({len(self.numbers)} classes), so "
-                "k-NN cannot be right. Give a bank of the same classes, named in the same way."
-            )
-        return [f"{len(foreign)} images are of classes that the bank lacks: k-NN cannot be right."] if foreign else []
-
     def votes_right(self, embeddings: Tensor, classes: Sequence[str]) -> list[bool]:
         """Return for each of the embeddings [B, D] whether its neighbours vote for its class."""
         truth = torch.tensor([self.numbers.get(name, len(self.numbers)) for name in classes])
         return (vote(self.embeddings, self.labels, embeddings.cpu().float()) == truth).tolist()
+
+
+def notes_on(known: Collection[str], classes: Sequence[str]) -> list[str]:
+    """Return a warning if some queries are of classes that the bank, of ``known`` classes, lacks; raise an error if all
+    are."""
+    foreign = [name for name in classes if name not in known]
+    if len(foreign) == len(classes):
+        raise PullbackError(
+            f"bank: none of {counted(len(classes), 'image')} is of a class in the bank "
+            f"({counted(len(known), 'class', 'es')}), so k-NN cannot be right. Give a bank of the same classes, named "
+            "in the same way."
+        )
+    are = "image is of a class" if len(foreign) == 1 else "images are of classes"
+    return [f"{len(foreign)} {are} that the bank lacks: k-NN cannot be right."] if foreign else []
 
 
 def classes_from_folders(root: Path) -> ClassOf:
@@ -96,12 +104,16 @@ def classes_from_table(table: Path) -> ClassOf:
 
     A file that lies elsewhere is found by its name, if no two of the table share it.
     """
-    with open(table, newline="", encoding="utf-8") as file:
-        reader = csv.DictReader(file)
-        columns = reader.fieldnames or []
-        named = _column(table, columns, _FILE_COLUMNS)
-        labelled = _column(table, columns, _CLASS_COLUMNS)
-        rows = [(row[named], row[labelled]) for row in reader]
+    try:
+        with open(table, newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file)
+            columns = reader.fieldnames or []
+            named = _column(table, columns, _FILE_COLUMNS)
+            labelled = _column(table, columns, _CLASS_COLUMNS)
+            rows = [(row[named], row[labelled]) for row in reader]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise PullbackError(f"labels: {table} cannot be read as a CSV ({reason}). Name another table.") from None
     by_path = {(table.parent / name).resolve(): label for name, label in rows}
     by_name = _unique((Path(name).name, label) for name, label in rows)
 

@@ -22,10 +22,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from pullback.checks import finite_number, whole_number
 from pullback.errors import FileError, PullbackError
 from pullback.learning.pretrained import CHECKPOINT, Pretrained
 from pullback.randnla import Streams
-from pullback.runs.files import make_folder, remove_unfinished, write_atomic
+from pullback.runs.files import remove_unfinished, write_atomic
+from pullback.runs.folder import claim_folder
 from pullback.runs.progress import Progress, Silent
 from pullback.runs.rows import Rows, finite
 from pullback.runs.settings import check_settings
@@ -78,10 +80,15 @@ class FitConfig(StepConfig):
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "validate_every"):
-            if getattr(self, name) < 1:
-                raise PullbackError(f"{name}: expected at least 1, got {getattr(self, name)}.")
-        if self.patience is not None and self.patience < 1:
-            raise PullbackError(f"patience: expected at least 1 validation, or None for no limit, got {self.patience}.")
+            whole_number(name, getattr(self, name), expected="at least 1, a whole number")
+        if self.patience is not None:
+            whole_number("patience", self.patience, expected="at least 1 validation, or None for no limit")
+        whole_number("warmup", self.warmup, least=0)
+        whole_number("seed", self.seed, least=None)
+        for name in ("learning_rate", "weight_decay", "clip", "ema"):
+            finite_number(name, getattr(self, name), least=0, expected="a number that is not negative")
+        if self.ema >= 1:
+            raise PullbackError(f"ema: expected a share below 1, got {self.ema}.")
         if self.precision not in PRECISIONS:
             raise PullbackError(f"precision: expected one of {', '.join(PRECISIONS)}, got {self.precision!r}.")
 
@@ -130,7 +137,7 @@ def check_going_on(network: Pretrained, config: FitConfig, out: Path | None, set
     them. Of ``network`` only its configuration matters."""
     if out is None:
         return
-    checkpoint = make_folder(out) / CHECKPOINT
+    checkpoint = claim_folder(out, "train") / CHECKPOINT
     stored = _stored(checkpoint)
     if stored is not None:
         _check_same(stored, _configuration(network, config, settings), checkpoint)
@@ -259,7 +266,7 @@ class _Run(Training[Pretrained, FitConfig]):
         self._saved, self._slowest = time.perf_counter(), 0.0
         if out is not None:
             if self.share.rank == 0:
-                remove_unfinished(make_folder(out))
+                remove_unfinished(claim_folder(out, "train"))
             state = self._from_first(lambda: _stored(self.checkpoint))
             if state is not None:
                 self._resume(state)

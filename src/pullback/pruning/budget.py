@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pullback.backbones import load_backbone
 from pullback.errors import PullbackError, ShapeError
 from pullback.evaluation.cost import flops as count_flops
 from pullback.evaluation.cost import race
@@ -63,11 +64,20 @@ class Forecast:
     trials: tuple[Trial, ...] = ()  # all that were tried
 
     def __str__(self) -> str:
-        stages = ", ".join(str(stage) for stage in self.plan.stages)
         return (
-            f"remove {self.plan.ratio:.1%} of the patch tokens after block {stages}: {self._costs()}, degradation "
-            f"{self.degradation:.4g} ± {self.degradation_se:.2g}"
+            f"remove {self.plan.ratio:.1%} of the patch tokens {self._places()}: {self._costs()}, degradation "
+            f"{self.degradation:.4g}" + (f" ± {self.degradation_se:.2g}" if math.isfinite(self.degradation_se) else "")
         )
+
+    def _places(self) -> str:
+        """Write where, and with several stages how much at each: the ratio is that of all of them together."""
+        stages, shares = self.plan.stages, self.plan.shares
+        if len(stages) == 1:
+            return f"after block {stages[0]}"
+        parts = [f"{share:.4g}" for share in (100 * share for share in shares)]
+        listed = f"{parts[0]}% each" if len(set(parts)) == 1 else ", ".join(f"{part}%" for part in parts)
+        blocks = f"{', '.join(map(str, stages[:-1]))} and {stages[-1]}"
+        return f"in all, after blocks {blocks} ({listed})"
 
     def _costs(self) -> str:
         if self.flops is None or self.milliseconds is None or self.whole_milliseconds is None:
@@ -91,9 +101,11 @@ def plan_pruning(
     stages: int = 2,
     preset: str = "best",
     rounds: int = 20,
+    normalized: bool = False,
 ) -> Forecast:
-    """Find the plan for one of three budgets, on calibration images [n, 3, H, W] as the model takes them.
+    """Find the plan for one of three budgets, on calibration images [n, 3, H, W].
 
+    ``images``: normalised floats, or uint8, which are normalised; ``normalized`` as in `ProbeMap.features`.
     ``heads``: the score to use after each block, {3: head, 6: head}. ``flops``: at most this share of the model's
     operations. ``milliseconds``: at most so many for one batch, as the model runs here. ``degradation``: at most so
     much in the mean over the images, as cheap as possible in operations. ``degrade``: (pruned output, full output) ->
@@ -101,8 +113,9 @@ def plan_pruning(
     budget is, the forecast has the operations, the time and the degradation of the plan.
     `prune(model, [heads[s] for s in f.plan.stages], ratio=f.plan.ratio, stages=f.plan.stages)` makes the model.
     """
-    name, limit = _budget(flops=flops, milliseconds=milliseconds, degradation=degradation)
+    name, limit = check_budget(flops=flops, milliseconds=milliseconds, degradation=degradation)
     _check_inputs(heads, images, batch)
+    images = load_backbone(model).batch(images, normalized=normalized)
     calibration = Calibration(model, images, batch, degrade, rounds)
     choices = stage_choices(heads, stages)
 
@@ -272,8 +285,8 @@ def _chosen(found: list[Forecast], key: Callable[[Forecast], float], trials: _Tr
 # What was asked for
 
 
-def _budget(**budgets: Any) -> tuple[str, float]:
-    """Return the name and value of the one budget that was given."""
+def check_budget(**budgets: Any) -> tuple[str, float]:
+    """Return the name and value of the one budget that was given, or raise an error that says what is wrong."""
     given = {name: plain(value) for name, value in budgets.items() if value is not None}
     if len(given) != 1:
         names = ", ".join(given) or "none"

@@ -9,6 +9,7 @@ cost.json, examples.npz, summary.json and, with labelled images, bank.npz; a sec
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -21,21 +22,24 @@ from torch import Tensor
 
 from pullback import __version__
 from pullback.backbones import load_backbone
-from pullback.backbones.outputs import FIXED_SIZE
+from pullback.backbones.outputs import own_output
 from pullback.data.images import PixelFormat, SkippedImage, find_images, stream_images
+from pullback.data.sources import fixed_part, place_of
 from pullback.decoders import build_decoder
-from pullback.errors import ImageError, PullbackError
+from pullback.errors import ImageError, PullbackError, counted, naming
 from pullback.evaluation.cost import flops, milliseconds, race
 from pullback.evaluation.fidelity import degradation, measure_of
-from pullback.evaluation.neighbours import Bank, ClassOf, classes_from_folders, classes_from_table
+from pullback.evaluation.neighbours import Bank, ClassOf, classes_from_folders, classes_from_table, notes_on
 from pullback.evaluation.statistics import bootstrap_mean, compare_paired
 from pullback.learning.head import ImportanceHead
+from pullback.learning.pretrained import model_folder
 from pullback.learning.spn import SpectralPullbackNetwork
-from pullback.pruning.examples import panels, write_examples
+from pullback.pruning.examples import MAX_IMAGES, Examples, panels, write_examples
 from pullback.pruning.model import PrunedModel
 from pullback.pruning.rules import Rule, Scores, Subject, load_networks, own_score, reference_score, rules
 from pullback.runs.documents import BANK, COST, ROWS, SETTINGS, SUMMARY
-from pullback.runs.files import make_folder, read_json, write_arrays, write_json
+from pullback.runs.files import read_arrays, read_json, remove_unfinished, write_arrays, write_json
+from pullback.runs.folder import check_kind, claim_folder
 from pullback.runs.progress import Progress
 from pullback.runs.provenance import commit, file_hash, machine, now, weights_hash
 from pullback.runs.rows import Rows
@@ -43,6 +47,9 @@ from pullback.runs.settings import keep_settings
 
 NOT_COMPARED = ("pullback", "commit", "model", "device")
 """Settings that may differ on resume: the weights' hash says which model it is, and another version may go on."""
+SAVE_EVERY = 30.0
+"""Seconds of work that a killed run may lose."""
+PARTIAL_BANK = "bank.partial.npz"
 _HASH_DIGITS = 16
 _SECONDS, _FEWEST, _MOST = 0.5, 5, 30  # of each timing: about so long, and so many rounds
 
@@ -80,6 +87,11 @@ class PruneRequest:
 
 def run_comparison(request: PruneRequest, out: Path, progress: Progress) -> dict[str, Any]:
     """Fill the folder ``out`` and return what its summary.json holds."""
+    check_kind(out, "prune")
+    files = find_images(request.images)
+    with naming("bank"):
+        in_bank = [] if request.bank is None else find_images(request.bank)
+    batch_sizes(request.time, "cpu")
     progress.stage(f"loading {request.model}")
     backbone = load_backbone(request.model, device=request.device)
     stages = (backbone.depth // 3,) if request.stages is None else request.stages
@@ -99,46 +111,51 @@ def run_comparison(request: PruneRequest, out: Path, progress: Progress) -> dict
     scores.check(wanted)
     backbone.check_size(request.size)
     pixels = backbone.pixel_format(request.size)
-    files = find_images(request.images)
     sizes = batch_sizes(request.time, backbone.device.type)
     classes = None if request.bank is None else _class_of(request, request.bank, subject)
+    if classes is not None:
+        notes += notes_on({classes(file) for file in in_bank}, [classes(file) for file in files[: request.limit]])
     models = {rule: scores.pruned(rule) for rule in wanted}
 
     settings = keep_settings(
-        make_folder(out) / SETTINGS,
+        claim_folder(out, "prune") / SETTINGS,
         _settings(request, subject, weights, pixels),
         holds="a comparison",
         ignore=NOT_COMPARED,
         may_be_added=("head",),  # rows without it do not depend on it
+        places=("source", "bank", "labels"),
     )
+    remove_unfinished(out)
     rows = RuleRows(out / ROWS)
+    costs = Costs(out / COST, machine(backbone.device, threads=True))
     bank = None
-    if request.bank is not None and classes is not None:
+    if classes is not None:
         progress.stage(f"embedding the bank {request.bank}")
-        stream = batches(stream_images(request.bank, pixels), request.batch, [])
-        bank = _bank(out / BANK, stream, subject, classes)
-        notes += bank.notes_on([classes(file) for file in files[: request.limit]])
+        bank = _bank(out / BANK, in_bank, subject, classes, pixels, request.batch)
 
-    progress.work("pruning", len(files[: request.limit]) * len(wanted), "rows")
     origin = {name: settings[name] for name in ("model", "weights", "commit", "seed", "decoder")}
     origin |= {"weights": weights[:_HASH_DIGITS], "layer": list(stages)}
     skipped: list[SkippedImage] = []
     seen: list[str] = []
-    first: Tensor | None = None
-    for paths, images in batches(stream_images(files, pixels, request.limit), request.batch, skipped):
+    shown = Examples(scores)
+    costly = next((models[rule] for rule in wanted if not scores.deployable(rule)), None)
+    at_a_time = request.batch if costly is None else _at_a_time(request, subject, scores, costly, costs, files, pixels)
+    progress.work("pruning", len(files[: request.limit]) * len(wanted), "rows")
+    for paths, images in batches(stream_images(files, pixels, request.limit), at_a_time, skipped):
         keys, truth = [_key(path, request.images) for path in paths], [classes(path) for path in paths if classes]
         batch = Batch(keys, images.to(backbone.device), truth)
         scores.begin(keys)
         _add_rows(rows, subject, models, batch, origin, bank, progress)
-        if first is None:
-            shown = {rule: models[rule] for rule in panels(wanted, reference_score(names))}
-            write_examples(out, subject, shown, batch.images, keys, pixels)
-            first = batch.images[:1].clone()
+        shown.add(keys, batch.images)
         seen += keys
-    if first is None:
-        raise ImageError(f"images: none of the {len(files)} files could be read; the first: {skipped[0]}.")
+        if shown.full and len(seen) - len(keys) < MAX_IMAGES:
+            _write_examples(out, subject, shown, models, names, pixels)
+    if not seen:
+        raise ImageError(f"images: none of {counted(len(files), 'file')} could be read; the first: {skipped[0]}.")
+    if not shown.full:
+        _write_examples(out, subject, shown, models, names, pixels)
+    first = shown.images[:1]
 
-    costs = Costs(out / COST, machine(backbone.device, threads=True))
     timed = {rule: scores.pruned(rule, plain=True) for rule in wanted if sizes and scores.deployable(rule)}
     notes += costs.complete(subject, timed, first, sizes, progress)
     progress.stage("testing")
@@ -165,6 +182,43 @@ def run_comparison(request: PruneRequest, out: Path, progress: Progress) -> dict
     }
     write_json(out / SUMMARY, document)
     return document
+
+
+def _at_a_time(
+    request: PruneRequest,
+    subject: Subject,
+    scores: Scores,
+    costly: PrunedModel,
+    costs: Costs,
+    files: Sequence[Path],
+    pixels: PixelFormat,
+) -> int:
+    """Return how many images to take at a time where Jacobians are computed for them: as many as were asked for, or as
+    `SAVE_EVERY` seconds are enough for, since so much a killed run may lose.
+
+    The first image is timed once and the answer kept: a run that goes on has the same batches."""
+    if costs.pace is None:
+        found = next(batches(stream_images(files, pixels, 1), 1, []), None)
+        if found is None:
+            return request.batch  # no image can be read, which is said elsewhere
+        scores.begin([_key(found[0][0], request.images)])
+        begun = time.perf_counter()
+        subject.output(costly, found[1].to(subject.backbone.device))
+        costs.keep_pace(time.perf_counter() - begun)
+    return max(1, min(request.batch, int(SAVE_EVERY / max(costs.pace or 0.0, 1e-9))))
+
+
+def _write_examples(
+    out: Path,
+    subject: Subject,
+    shown: Examples,
+    models: Mapping[Rule, PrunedModel],
+    names: Sequence[str],
+    pixels: PixelFormat,
+) -> None:
+    chosen = {rule: models[rule] for rule in panels(list(models), reference_score(names))}
+    shown.begin()
+    write_examples(out, subject, chosen, shown.images, shown.keys, pixels)
 
 
 def _default_scores(request: PruneRequest, prefix: int) -> tuple[str, ...]:
@@ -273,19 +327,40 @@ def _class_of(request: PruneRequest, bank: Path, subject: Subject) -> ClassOf:
     return class_of
 
 
-def _bank(path: Path, images: Iterator[tuple[list[Path], Tensor]], subject: Subject, class_of: ClassOf) -> Bank:
-    """Read the bank stored at ``path``, or compute the unpruned embeddings of images and store them there."""
+def _bank(
+    path: Path, files: Sequence[Path], subject: Subject, class_of: ClassOf, pixels: PixelFormat, size: int
+) -> Bank:
+    """Read the bank stored at ``path``, or compute the unpruned embeddings of images and store them there.
+
+    What is done of it is kept every `SAVE_EVERY` seconds in a file beside it, with which a run that was killed goes
+    on."""
+    partial_path = path.with_name(PARTIAL_BANK)
     if not path.is_file():
         classes: list[str] = []
         parts: list[Tensor] = []
-        for files, pixels in images:
-            classes += [class_of(file) for file in files]
-            parts.append(subject.full(pixels.to(subject.backbone.device)).cpu().float())
+        done, saved = 0, time.perf_counter()
+        if partial_path.is_file():
+            stored = read_arrays(partial_path)
+            classes, parts, done = (
+                stored["classes"].tolist(),
+                [torch.from_numpy(stored["embeddings"])],
+                int(stored["done"]),
+            )
+        skipped: list[SkippedImage] = []
+        for paths, images in batches(stream_images(files[done:], pixels), size, skipped):
+            classes += [class_of(file) for file in paths]
+            parts.append(subject.full(images.to(subject.backbone.device)).cpu().float())
+            if time.perf_counter() - saved > SAVE_EVERY:
+                last = done + files[done:].index(paths[-1]) + 1
+                arrays = {"embeddings": torch.cat(parts).numpy(), "classes": np.array(classes), "done": np.array(last)}
+                write_arrays(partial_path, arrays)
+                saved = time.perf_counter()
         if not parts:
             raise ImageError("bank: expected images that can be read, got none.")
         write_arrays(path, {"embeddings": torch.cat(parts).numpy(), "classes": np.array(classes)})
-    with np.load(path, allow_pickle=False) as arrays:
-        return Bank.of(torch.from_numpy(arrays["embeddings"]), arrays["classes"].tolist())
+    partial_path.unlink(missing_ok=True)
+    arrays = read_arrays(path)
+    return Bank.of(torch.from_numpy(arrays["embeddings"]), arrays["classes"].tolist())
 
 
 def _settings(request: PruneRequest, subject: Subject, weights: str, pixels: PixelFormat) -> dict[str, Any]:
@@ -298,7 +373,7 @@ def _settings(request: PruneRequest, subject: Subject, weights: str, pixels: Pix
         "device": subject.backbone.device.type,
         "decoder": subject.decoder.name,
         "stages": list(subject.stages),
-        "source": str(Path(request.images)),
+        "source": place_of(request.images),
         "size": list(pixels.size),
         "precision": request.precision,
         "seed": request.seed,
@@ -306,21 +381,22 @@ def _settings(request: PruneRequest, subject: Subject, weights: str, pixels: Pix
         "distance": request.distance,
         "head": [_network_hash(folder) for folder in request.heads] or None,
         "spn": [_network_hash(folder) for folder in request.spns] or None,
-        "bank": None if request.bank is None else str(request.bank),
-        "labels": None if request.labels is None else str(request.labels),
+        "bank": None if request.bank is None else place_of(str(request.bank)),
+        "labels": None if request.labels is None else place_of(str(request.labels)),
     }
 
 
 def _network_hash(folder: Path) -> str:
     """Return the hash of the weights in a folder of `save_pretrained`; of a hub id its name."""
-    path = folder / "model.safetensors"
+    path = Path(model_folder(folder)) / "model.safetensors"
     return file_hash(path)[:_HASH_DIGITS] if path.is_file() else str(folder)
 
 
 def _key(path: Path, source: str) -> str:
-    """Return how a row names an image: by its path relative to the folder that was asked for."""
+    """Return how a row names an image: by its path relative to the folder that was asked for, or to the part of a glob
+    without wildcards, however that is spelled."""
     root = Path(source).expanduser()
-    return path.relative_to(root).as_posix() if root.is_dir() else path.as_posix()
+    return path.relative_to(root if root.is_dir() else fixed_part(source)).as_posix()
 
 
 # The costs
@@ -351,6 +427,7 @@ class Costs:
         stored = stored if stored.get("machine") == machine else {}
         self.rules = {Rule(row["preset"], row["score"], row["ratio"]): row for row in stored.get("rules", [])}
         self.unpruned_flops: int | None = stored.get("unpruned_flops")
+        self.pace: float | None = stored.get("seconds_of_the_first_image")
 
     def complete(
         self,
@@ -374,14 +451,28 @@ class Costs:
             if missing:
                 progress.stage(f"timing batches of {size}")
                 self._time(subject, missing, image.expand(size, -1, -1, -1))
-        document = {"machine": self._machine, "unpruned_flops": self.unpruned_flops, "rules": [*self.rules.values()]}
-        write_json(self._path, document)
+                self._write()
+        self._write()
         if all(model.has_output for model in models.values()):
             return []
         return [
             f"Operations and time are of the backbone with decoder {subject.decoder.name!r}: the model's own output "
             "cannot be made of the tokens that these plans leave."
         ]
+
+    def keep_pace(self, seconds: float) -> None:
+        """Keep how long the costliest rule took on the first image."""
+        self.pace = seconds
+        self._write()
+
+    def _write(self) -> None:
+        document = {
+            "machine": self._machine,
+            "unpruned_flops": self.unpruned_flops,
+            "seconds_of_the_first_image": self.pace,
+            "rules": [*self.rules.values()],
+        }
+        write_json(self._path, document)
 
     def _time(self, subject: Subject, models: Mapping[Rule, PrunedModel], images: Tensor) -> None:
         unpruned, pruned = _calls(subject, models, images)
@@ -403,11 +494,10 @@ def _calls(
         return partial(subject.full, images), {
             rule: partial(subject.output, model, images) for rule, model in models.items()
         }
-    options = {"interpolate_pos_encoding": True} if subject.backbone.family in FIXED_SIZE else {}
 
     def run(model: Any) -> Any:
         with subject.arithmetic():
-            return model(images, **options)
+            return own_output(model, subject.backbone, images)
 
     return partial(run, subject.backbone.model), {rule: partial(run, model) for rule, model in models.items()}
 

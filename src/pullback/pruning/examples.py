@@ -14,13 +14,47 @@ from pullback.data.images import PixelFormat
 from pullback.evaluation.fidelity import degradation
 from pullback.pruning.forward import StageRecord
 from pullback.pruning.model import PrunedModel
-from pullback.pruning.rules import Rule, Subject
+from pullback.pruning.rules import Rule, Scores, Subject
 from pullback.runs.documents import DROPPED, EXAMPLES, KEPT, MERGED, read_examples
 from pullback.runs.files import write_arrays
 from pullback.tokens import TokenLayout
 
 MAX_IMAGES, MAX_PANELS = 4, 7
 _SIDE = 224
+
+
+class Examples:
+    """The first images of a comparison, with what was computed of their scores, as they come batch by batch."""
+
+    def __init__(self, scores: Scores) -> None:
+        self._scores = scores
+        self._images: list[Tensor] = []
+        self._known: list[dict[tuple[str, int], Tensor]] = []
+        self.keys: list[str] = []
+
+    @property
+    def full(self) -> bool:
+        return len(self.keys) == MAX_IMAGES
+
+    @property
+    def images(self) -> Tensor:
+        """[b, 3, h, w]"""
+        return torch.cat(self._images)
+
+    def add(self, keys: Sequence[str], images: Tensor) -> None:
+        """Take what is still wanted of the batch at hand, images [B, 3, h, w] named by ``keys``."""
+        count = min(MAX_IMAGES - len(self.keys), len(keys))
+        if count:
+            self.keys += keys[:count]
+            self._images.append(images[:count].clone())
+            self._known.append({name: value[:count] for name, value in self._scores.known.items()})
+
+    def begin(self) -> None:
+        """Turn the scores to these images; what was computed of all of them is not computed again."""
+        common = set(self._known[0]).intersection(*self._known)
+        self._scores.begin(self.keys)
+        self._scores.known.update({name: torch.cat([part[name] for part in self._known]) for name in common})
+        self._known.clear()
 
 
 def panels(wanted: Sequence[Rule], reference: str) -> list[Rule]:
@@ -41,24 +75,24 @@ def write_examples(
     keys: Sequence[str],
     pixels: PixelFormat,
 ) -> None:
-    """Write what `runs.documents.read_examples` describes, of the first of the images [B, 3, h, w] named by ``keys``;
-    nothing where it is there already."""
-    names = [Path(key).name for key in keys[:MAX_IMAGES]]
+    """Write what `runs.documents.read_examples` describes, of the images [b, 3, h, w] named by ``keys``; nothing where
+    it is there already."""
+    names = [Path(key).name for key in keys]
     if _is_there(folder, list(shown), names):
         return
     layout, count = subject.backbone.token_layout(images), len(names)
     full = subject.full(images)
     fates, partners, values, after = [], [], [], []
     for model in shown.values():
-        output, records = subject.output(model, images)  # of all images: the scores at hand are for the whole batch
-        fate, partner = _fates(records, layout, len(images))
-        fates.append(fate[:count])
-        partners.append(partner[:count])
-        errors = [row["value"] for row in degradation(output, full, depth=subject.depth).rows()[:count]]
+        output, records = subject.output(model, images)
+        fate, partner = _fates(records, layout, count)
+        fates.append(fate)
+        partners.append(partner)
+        errors = [row["value"] for row in degradation(output, full, depth=subject.depth).rows()]
         values.append([np.nan if error is None else error for error in errors])
-        after.append(_map(output[:count]) if full.ndim == 3 else None)
+        after.append(_map(output) if full.ndim == 3 else None)
     arrays = {
-        "pictures": _pictures(images[:count], pixels),
+        "pictures": _pictures(images, pixels),
         "names": np.array(names),
         "presets": np.array([rule.preset for rule in shown]),
         "scores": np.array([rule.score for rule in shown]),
@@ -68,7 +102,7 @@ def write_examples(
         "values": np.array(values),
     }
     if full.ndim == 3:
-        arrays |= {"before": _map(full[:count]), "after": np.stack([array for array in after if array is not None])}
+        arrays |= {"before": _map(full), "after": np.stack([array for array in after if array is not None])}
     write_arrays(folder / EXAMPLES, arrays)
 
 

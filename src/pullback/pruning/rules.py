@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from pullback.backbones import Backbone
 from pullback.decoders import Decoder, task_distance
-from pullback.errors import PullbackError
+from pullback.errors import PullbackError, naming
 from pullback.geometry.scores import exact_modes
 from pullback.operators.execution import matmul_precision
 from pullback.probes import ProbeMap
@@ -139,7 +139,7 @@ class Scores:
         self.subject, self.heads, self.spns = subject, heads, spns
         self.rank, self.distance, self.seed = rank, distance, seed
         self._keys: Sequence[str] = ()
-        self._known: dict[tuple[str, int], Tensor] = {}
+        self.known: dict[tuple[str, int], Tensor] = {}  # by name and layer, for the batch at hand
 
     def check(self, wanted: Sequence[Rule]) -> None:
         """Raise an error for unknown names, and for scores whose network was not given."""
@@ -162,7 +162,7 @@ class Scores:
 
     def begin(self, keys: Sequence[str]) -> None:
         """Turn to another batch of images, which are named by ``keys``."""
-        self._keys, self._known = keys, {}
+        self._keys, self.known = keys, {}
 
     def pruned(self, rule: Rule, *, plain: bool = False) -> PrunedModel:
         """Return the model of a rule, with scores for the batch at hand; ``plain``: as a user would have it."""
@@ -217,9 +217,9 @@ class Scores:
         def once(tokens: Tensor, context: ScoreContext) -> Tensor:
             if tokens.shape[1] != context.layout.tokens:
                 return function(tokens, context)
-            if (name, context.layer) not in self._known:
-                self._known[name, context.layer] = function(tokens, context)
-            return self._known[name, context.layer]
+            if (name, context.layer) not in self.known:
+                self.known[name, context.layer] = function(tokens, context)
+            return self.known[name, context.layer]
 
         return once
 
@@ -247,7 +247,8 @@ def load_networks(kind: Any, argument: str, folders: Sequence[Path], subject: Su
         )
     backbone = subject.backbone
     folders = list(folders) * (len(subject.stages) if len(folders) == 1 else 1)
-    networks = [kind.from_pretrained(folder, device=backbone.device).requires_grad_(False) for folder in folders]
+    with naming(argument):
+        networks = [kind.from_pretrained(folder, device=backbone.device).requires_grad_(False) for folder in folders]
     for network, layer in zip(networks, subject.stages, strict=False):
         check_network(argument, network, backbone.family, backbone.dim, layer, weights)
     return networks

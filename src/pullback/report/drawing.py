@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 from types import TracebackType
 
+from pullback.errors import FileError
+
 
 class Drawing:
     """The second process, as a context manager. Without matplotlib, which is an extra, there is none."""
@@ -41,11 +43,14 @@ class Drawing:
         if self._process is None:
             return []
         assert self._process.stdin is not None and self._process.stdout is not None
-        print(json.dumps([str(folder.resolve()), page]), file=self._process.stdin, flush=True)
-        reply = self._process.stdout.readline()
+        try:
+            print(json.dumps([str(folder.resolve()), page]), file=self._process.stdin, flush=True)
+            reply = self._process.stdout.readline()
+        except BrokenPipeError:
+            reply = ""
         answer = json.loads(reply) if reply else {"error": "the drawing process ended early"}
         if isinstance(answer, dict):
-            raise RuntimeError(f"the figures of {folder} could not be drawn: {answer['error']}")
+            raise FileError(f"{folder}: the figures could not be drawn: {answer['error']}. The numbers are there.")
         return answer
 
 

@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pullback.report.wording import UNKNOWN, plain, short_name, times
+from pullback.report.wording import UNKNOWN, counted, plain, short_name, times
 from pullback.runs.documents import MEASURES
 
 _NAMED = 5
@@ -34,7 +34,7 @@ def _heading(document: dict[str, Any]) -> Text:
     where = f"after block{'s' * (len(document['stages']) != 1)} {stages}"
     what = f"{short_name(document['model'])}, {document['decoder']}: tokens removed {where}"
     size = "x".join(map(str, document["size"]))
-    return Text.assemble((what, "bold"), f", {document['images_compared']} images of {size} pixels")
+    return Text.assemble((what, "bold"), f", {counted(document['images_compared'], 'image')} of {size} pixels")
 
 
 def _degradation(document: dict[str, Any]) -> Table:
@@ -127,7 +127,7 @@ def notes(document: dict[str, Any]) -> list[str]:
     left_out = document["images"] - document["images_compared"]
     if left_out:
         said.append(
-            f"{left_out} images left out: their degradation does not exist (an output that is nowhere positive)."
+            f"{counted(left_out, 'image')} left out: no degradation exists (an output that is nowhere positive)."
         )
     floored = max((rule.get("floored", 0.0) for rule in document["rules"]), default=0.0)
     if floored > 0:
@@ -136,7 +136,7 @@ def notes(document: dict[str, Any]) -> list[str]:
     if skipped:
         named = "; ".join(f"{image['file']}: {image['reason']}" for image in skipped[:_NAMED])
         more = f"; and {len(skipped) - _NAMED} more" if len(skipped) > _NAMED else ""
-        said.append(f"skipped {len(skipped)} image file{'s' * (len(skipped) != 1)}: {named}{more}")
+        said.append(f"skipped {counted(len(skipped), 'image file')}: {named}{more}")
     return said
 
 

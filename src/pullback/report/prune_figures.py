@@ -27,7 +27,7 @@ from pullback.report.canvas import (
     title_room,
 )
 from pullback.report.fates import DROPPED_TINT, MERGED_TINT, lay_fates_over
-from pullback.report.wording import plain, short_name
+from pullback.report.wording import counted, plain, short_name
 from pullback.runs import documents as prune_files
 from pullback.runs.documents import MEASURES
 from pullback.runs.files import write_bytes
@@ -98,7 +98,7 @@ def curves_png(document: dict[str, Any], theme: Theme = LIGHT, dpi: int = DPI, n
             frameon=False,
         )
         count = document["images_compared"]
-        title(figure, f"{_subject(document)}: mean of {count} images, 95 % bootstrap intervals")
+        title(figure, f"{_subject(document)}: mean of {counted(count, 'image')}, 95 % bootstrap intervals")
         return png(figure, dpi)
 
 

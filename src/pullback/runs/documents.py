@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 DIAGNOSIS = "diagnosis.json"
 IMPORTANCE = "importance.npz"
+PARTS = "images.jsonl"
 SPECTRUM = "spectrum.png"
 SCENES = "scenes.npz"
 SCENES_FIGURE = "scenes.png"

@@ -62,8 +62,10 @@ def writing(path: Path) -> Iterator[None]:
         # safetensors has an error of its own for a full disk, and is not worth importing for that
         if not isinstance(error, OSError) and type(error).__name__ != "SafetensorError":
             raise
-        number, reason = getattr(error, "errno", None), getattr(error, "strerror", None) or error
-        fix = _FIXES.get(number or 0, "Choose another folder")
+        reason = getattr(error, "strerror", None) or error
+        told = re.search(r"os error (\d+)", str(error))
+        number = getattr(error, "errno", None) or (int(told[1]) if told else 0)
+        fix = _FIXES.get(number, "Choose another folder")
         raise FileError(f"{path}: cannot be written ({reason}). {fix}; what was finished before is kept.") from error
 
 
@@ -94,8 +96,10 @@ def replaced_folder(path: Path) -> Iterator[Path]:
             temporary.chmod(0o777 & ~_umask())
             shutil.rmtree(path, ignore_errors=True)
             temporary.replace(path)
-        except BaseException:
+        except BaseException as error:
             shutil.rmtree(temporary, ignore_errors=True)
+            if isinstance(error, FileError):
+                error.args = (str(error).replace(str(temporary), str(path)),)
             raise
 
 

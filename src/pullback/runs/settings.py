@@ -17,19 +17,24 @@ def keep_settings(
     holds: str,
     ignore: Collection[str] = (),
     may_be_added: Collection[str] = (),
+    places: Collection[str] = (),
 ) -> dict[str, Any]:
     """Write the settings to ``path``, or compare them with what is there; return the ones in force.
 
-    ``may_be_added``: names that may be None on one side; the value that is known is kept.
+    ``may_be_added``: names that may be None on one side; the value that is known is kept. ``places``: names of files
+    and folders, which may be spelled in another way.
     """
     stored = read_json(path, "out") if path.is_file() else None
     if stored is None:
         in_force = dict(settings)
     else:
-        check_settings(stored, settings, path.parent, holds=holds, ignore=ignore, may_be_added=may_be_added)
+        check_settings(
+            stored, settings, path.parent, holds=holds, ignore=ignore, may_be_added=may_be_added, places=places
+        )
         known = {name: stored[name] for name in may_be_added if settings.get(name) is None and name in stored}
         in_force = {**settings, **known}
-    write_json(path, in_force)
+    if stored != in_force:
+        write_json(path, in_force)
     return in_force
 
 
@@ -41,6 +46,7 @@ def check_settings(
     holds: str,
     ignore: Collection[str] = (),
     may_be_added: Collection[str] = (),
+    places: Collection[str] = (),
 ) -> None:
     """Raise an error that names every setting in which ``stored`` and ``asked`` differ.
 
@@ -52,6 +58,7 @@ def check_settings(
         if name not in ignore
         and stored.get(name) != asked.get(name)
         and not (name in may_be_added and None in (stored.get(name), asked.get(name)))
+        and not (name in places and _same_place(stored.get(name), asked.get(name)))
     ]
     if different:
         listing = "; ".join(f"{name}: {stored.get(name)!r} there, {asked.get(name)!r} asked for" for name in different)
@@ -59,3 +66,10 @@ def check_settings(
             f"out: {where} holds {holds} with other settings ({listing}). Ask for the same settings to go on with it, "
             "or choose another folder."
         )
+
+
+def _same_place(one: Any, other: Any) -> bool:
+    """Whether two paths lead to the same place: relative or absolute, by a link or straight."""
+    if not (isinstance(one, str) and isinstance(other, str)):
+        return False
+    return Path(one).expanduser().resolve() == Path(other).expanduser().resolve()

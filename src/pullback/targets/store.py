@@ -29,13 +29,15 @@ import torch
 from torch import Tensor
 
 from pullback import __version__
+from pullback.checks import of_kind
 from pullback.data.crops import RATIO, SCALE, Crop
 from pullback.data.images import PixelFormat
-from pullback.data.sources import LISTED, Source, open_source, same_place
-from pullback.errors import FileError, PullbackError
+from pullback.data.sources import LISTED, Source, open_source
+from pullback.errors import FileError, PullbackError, naming
 from pullback.operators import ProductCount
 from pullback.probes import INPUTS, ProbeMap, load_probe, multi_layer_probe
-from pullback.runs.files import make_folder, read_json, remove_unfinished, write_atomic, write_json
+from pullback.runs.files import read_json, remove_unfinished, write_atomic, write_json
+from pullback.runs.folder import claim_folder
 from pullback.runs.provenance import weights_hash
 from pullback.runs.settings import check_settings
 from pullback.targets.recipe import Recipe
@@ -57,6 +59,7 @@ class TargetStore:
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str]) -> TargetStore:
+        of_kind("folder", folder, (str, os.PathLike), "the folder that `pullback targets --out` wrote")
         path = Path(folder)
         if not (path / CONFIG).is_file():
             raise PullbackError(f"folder: expected {CONFIG} in {path}, which `pullback targets --out` writes there.")
@@ -188,12 +191,11 @@ class StoreWriter:
     def claim(cls, folder: Path, config: dict[str, Any]) -> StoreWriter:
         """Make the store, or take over one of the same configuration; leftovers of a killed run are removed."""
         load_arrow()
-        make_folder(folder)
+        claim_folder(folder, "targets")
         if (folder / CONFIG).is_file():
-            stored = _read_config(folder)
-            same = same_place(stored.get("source"), config["source"])
-            ignore = (*NOT_COMPARED, "source") if same else NOT_COMPARED
-            check_settings(stored, config, folder, holds="targets", ignore=ignore)
+            with naming("out"):
+                stored = _read_config(folder)
+            check_settings(stored, config, folder, holds="targets", ignore=NOT_COMPARED, places=("source",))
         elif any(_SHARD.fullmatch(path.name) for path in folder.iterdir()):
             raise PullbackError(f"out: {folder} holds shards but no {CONFIG}. Choose another folder.")
         writer = cls(folder.absolute(), config, uuid.uuid4().hex)
