@@ -208,6 +208,16 @@ def test_a_diagnosis_is_still_drawn():
     assert tokens_png(document["layers"][1], arrays, dpi=40).startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("name", ["diagnosis", "comparison", "run-head", "run-spn", "run-head-stopped"])
+def test_runs_still_get_a_page(name, tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed (the extra pullback[plot])")
+    from pullback.report.page import write_page_of
+
+    folder = shutil.copytree(LEGACY / name, tmp_path / name)
+    page = write_page_of(folder).read_text(encoding="utf-8")
+    assert "<section" in page and "data:image/" in page
+
+
 @pytest.mark.parametrize("name", ["pruned", "pruned-paper", "pruned-scenes"])
 def test_pruned_models_load_and_answer_as_they_did(place, name):
     """``pruned`` holds a head and a model of transformers; the others hold networks of this package, by their class."""
