@@ -418,6 +418,8 @@ def normalised(rgb: Tensor, mean: Sequence[float] = IMAGENET_MEAN, std: Sequence
         raise ImageError(f"rgb: expected floats in [0, 1], got {rgb.dtype}. Of uint8 use rgb / 255.")
     if rgb.ndim < 3 or rgb.shape[-3] != 3:
         raise ImageError(f"rgb: expected [..., 3, H, W], got {list(rgb.shape)}.")
+    if not _three_numbers(mean) or not _three_numbers(std):
+        raise ImageError(f"mean={shown(mean)}, std={shown(std)}: expected three numbers each.")
     centre, spread = (rgb.new_tensor(values).view(3, 1, 1) for values in (mean, std))
     return (rgb - centre) / spread
 

@@ -78,6 +78,8 @@ def train_head(
     if not isinstance(held_out, TargetStore):
         finite_number("held_out", held_out, expected="a share between 0 and 1, or a store of its own")
     of_kind("config", config, (FitConfig, type(None)), "a FitConfig, or None")
+    of_kind("start", start, (ImportanceHead, type(None)), "an ImportanceHead, or None")
+    finite_number("rank_weight", rank_weight, least=0, expected="a number that is not negative")
     if target not in TARGETS:
         raise PullbackError(f"target: expected one of {', '.join(TARGETS)}, got {target!r}.")
     config, progress = config or FitConfig(), progress or Silent()
