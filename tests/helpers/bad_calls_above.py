@@ -177,7 +177,7 @@ MEASURES: list[Row] = [
      lambda s: pb.neighbour_accuracy(torch.ones(4, 2), torch.arange(3), torch.ones(1, 2), torch.zeros(1)),
      r"labels: expected one for each of the 4 rows"),
     ("neighbours: temperature",
-     lambda s: pb.neighbour_accuracy(torch.ones(4, 2), torch.arange(4), torch.ones(1, 2), torch.zeros(1), temperature=0),
+     lambda s: pb.neighbour_accuracy(torch.ones(4, 2), torch.arange(4), torch.ones(1, 2), torch.ones(1), temperature=0),
      r"temperature: expected a number above 0, got 0"),
     ("flops: no function", lambda s: pb.flops(s.images), r"function: expected one without arguments, .* got Tensor"),
     ("milliseconds: no function", lambda s: pb.milliseconds(3, "cpu"),
