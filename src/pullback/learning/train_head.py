@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from pullback.checks import finite_number, of_kind, whole_number
 from pullback.data.crops import Crop, read_crop
-from pullback.data.images import ImageSource, PixelFormat
+from pullback.data.images import ImageSource, PixelFormat, reason_of
 from pullback.data.sources import ImageItem, Source, open_source
 from pullback.errors import ImageError, ModelError, PullbackError, ShapeError, counted
 from pullback.evaluation import spearman
@@ -39,6 +40,8 @@ from pullback.targets.compute import READERS
 from pullback.targets.store import NOT_COMPARED, TargetStore
 from pullback.targets.table import TargetTable
 
+logger = logging.getLogger(__name__)
+_NAMED = 5  # images that cannot be read, in the log
 TARGETS = ("importance", "block-norm")
 Reader = Callable[[Tensor], Tensor]
 """Row numbers [b] -> features [b, N, D]."""
@@ -371,23 +374,31 @@ def rows_of_table(table: TargetTable, source: ImageSource | Source) -> list[Imag
 
 
 def readable_rows(source: ImageSource | Source, wanted: PixelFormat, limit: int | None = None) -> list[ImageRow]:
-    """List the images of a source that can be read: an unreadable one must not stop a training run in its middle."""
+    """List the images of a source that can be read: an unreadable one must not stop a training run in its middle.
 
-    def can_be_read(row: ImageRow) -> bool:
+    What cannot be read, folders among it, is named in the log.
+    """
+
+    def problem(row: ImageRow) -> str | None:
         try:
             row.pixels(wanted)
-        except Exception:  # on a damaged file Pillow's decoders raise nearly anything
-            return False
-        return True
+        except Exception as error:  # on a damaged file Pillow's decoders raise nearly anything
+            return f"{row.item.key}: {reason_of(error).removeprefix('data: ')}"
+        return None
 
     if limit is not None:
         whole_number("limit", limit, expected="a positive number of images, or None for all of them")
     rows = [ImageRow(item) for item in islice(open_source(source), limit)]
     with ThreadPoolExecutor(READERS) as pool:
-        rows = [row for row, usable in zip(rows, pool.map(can_be_read, rows), strict=True) if usable]
-    if not rows:
-        raise ImageError("source: expected at least one readable image, got none.")
-    return rows
+        problems = list(pool.map(problem, rows))
+    skipped = [reason for reason in problems if reason is not None]
+    if len(skipped) == len(rows):
+        first = f"; the first: {skipped[0]}" if skipped else ""
+        raise ImageError(f"source: expected at least one readable image, got none{first}.")
+    if skipped:
+        more = f"; and {len(skipped) - _NAMED} more" if len(skipped) > _NAMED else ""
+        logger.warning(f"left out {len(skipped)} of {len(rows)} images: {'; '.join(skipped[:_NAMED])}{more}")
+    return [row for row, reason in zip(rows, problems, strict=True) if reason is None]
 
 
 def feature_reader(probe: ProbeMap, rows: Sequence[ImageRow], wanted: PixelFormat) -> Reader:
