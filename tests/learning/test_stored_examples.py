@@ -119,6 +119,11 @@ def test_broken_files_are_left_out_of_training_images(photos):
     assert [row.item.key for row in readable_rows(photos, wanted, limit=4)] == ["00.png", "01.png", "02.png"]
 
 
+def test_files_that_are_left_out_are_named_in_the_log(photos, caplog):
+    readable_rows(photos, PixelFormat.of(28))
+    assert "left out 1 of 8 images: 02-broken.png: not a readable image" in caplog.text
+
+
 def test_a_source_of_broken_files_is_an_error(tmp_path):
     (tmp_path / "no.png").write_bytes(b"nothing")
     with pytest.raises(ImageError, match="source: expected at least one readable image, got none"):

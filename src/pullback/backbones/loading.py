@@ -94,6 +94,12 @@ def resolve_device(device: str | torch.device) -> torch.device:
     return resolved
 
 
+def check_dtype(dtype: torch.dtype) -> None:
+    """Refuse a dtype in which weights cannot be."""
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ModelError(f"dtype: expected a floating-point one such as torch.float32, got {dtype!r}.")
+
+
 def check_evaluation_mode(module: nn.Module, argument: str) -> None:
     """Refuse a module of which any part is in train mode."""
     training = [name or type(module).__name__ for name, part in module.named_modules() if part.training]
@@ -156,8 +162,7 @@ def _load(
         _check_place(backbone, device, dtype)
         return backbone
     dtype = torch.float32 if dtype is None else dtype
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ModelError(f"dtype: expected a floating-point one such as torch.float32, got {dtype!r}.")
+    check_dtype(dtype)
     name, target = os.fspath(model), resolve_device(device)
     if entry.load is not None:
         module = resolve(entry.load)(name, target, dtype)

@@ -24,7 +24,7 @@ from torch import Tensor
 from pullback.backbones.weights import block_hashes
 from pullback.checks import finite_number, of_kind, whole_number
 from pullback.data.crops import Crop, read_crop
-from pullback.data.images import ImageSource, PixelFormat
+from pullback.data.images import ImageSource, PixelFormat, reason_of
 from pullback.data.sources import ImageItem, Source, open_source
 from pullback.errors import ImageError, ModelError, PullbackError, ShapeError, counted
 from pullback.evaluation import spearman
@@ -42,6 +42,8 @@ from pullback.targets.compute import READERS
 from pullback.targets.store import NOT_COMPARED, TargetStore, part_name, probe_choices
 from pullback.targets.table import TargetTable
 
+logger = logging.getLogger(__name__)
+_NAMED = 5  # images that cannot be read, in the log
 TARGETS = ("importance", "block-norm")
 Reader = Callable[[Tensor], Tensor]
 """Row numbers [b] -> features [b, N, D]."""
@@ -82,6 +84,8 @@ def train_head(
     if not isinstance(held_out, TargetStore):
         finite_number("held_out", held_out, expected="a share between 0 and 1, or a store of its own")
     of_kind("config", config, (FitConfig, type(None)), "a FitConfig, or None")
+    of_kind("start", start, (ImportanceHead, type(None)), "an ImportanceHead, or None")
+    finite_number("rank_weight", rank_weight, least=0, expected="a number that is not negative")
     if target not in TARGETS:
         raise PullbackError(f"target: expected one of {', '.join(TARGETS)}, got {target!r}.")
     config, progress = config or FitConfig(), progress or Silent()
@@ -414,31 +418,45 @@ def rows_of_table(table: TargetTable, source: ImageSource | Source) -> list[Imag
 
 
 def readable_rows(source: ImageSource | Source, wanted: PixelFormat, limit: int | None = None) -> list[ImageRow]:
-    """List the images of a source that can be read: an unreadable one must not stop a training run in its middle."""
+    """List the images of a source that can be read: an unreadable one must not stop a training run in its middle.
+
+    What cannot be read, folders among it, is named in the log.
+    """
     if limit is not None:
         whole_number("limit", limit, expected="a positive number of images, or None for all of them")
-    rows = _rows_with_hashes(source, wanted, limit)
+    read = _rows_with_hashes(source, wanted, limit)
+    rows = [row for row in read if isinstance(row, ImageRow)]
+    skipped = [reason for reason in read if isinstance(reason, str)]
     if not rows:
-        raise ImageError("source: expected at least one readable image, got none.")
+        first = f"; the first: {skipped[0]}" if skipped else ""
+        raise ImageError(f"source: expected at least one readable image, got none{first}.")
+    if skipped:
+        more = f"; and {len(skipped) - _NAMED} more" if len(skipped) > _NAMED else ""
+        logger.warning(f"left out {len(skipped)} of {len(read)} images: {'; '.join(skipped[:_NAMED])}{more}")
     return rows
 
 
 def contents_of(source: ImageSource | Source, wanted: PixelFormat) -> dict[str, str]:
     """Return {sha256 of an image: its key} of every image of a source that can be read, as a store does."""
-    return {row.sha256: row.item.key for row in _rows_with_hashes(source, wanted) if row.sha256 is not None}
+    rows = (row for row in _rows_with_hashes(source, wanted) if isinstance(row, ImageRow))
+    return {row.sha256: row.item.key for row in rows if row.sha256 is not None}
 
 
-def _rows_with_hashes(source: ImageSource | Source, wanted: PixelFormat, limit: int | None = None) -> list[ImageRow]:
-    def read(item: ImageItem) -> ImageRow | None:
+def _rows_with_hashes(
+    source: ImageSource | Source, wanted: PixelFormat, limit: int | None = None
+) -> list[ImageRow | str]:
+    """Read every image of a source once: its row with the hash of its file, or why it cannot be used."""
+
+    def read(item: ImageItem) -> ImageRow | str:
         try:
             data = item.read()
             read_crop(data, None, wanted)
-        except Exception:  # on a damaged file Pillow's decoders raise nearly anything
-            return None
+        except Exception as error:  # on a damaged file Pillow's decoders raise nearly anything
+            return f"{item.key}: {reason_of(error).removeprefix('data: ')}"
         return ImageRow(item, sha256=hashlib.sha256(data).hexdigest())
 
     with ThreadPoolExecutor(READERS) as pool:
-        return [row for row in pool.map(read, islice(open_source(source), limit)) if row is not None]
+        return list(pool.map(read, islice(open_source(source), limit)))
 
 
 def feature_reader(probe: ProbeMap, rows: Sequence[ImageRow], wanted: PixelFormat) -> Reader:

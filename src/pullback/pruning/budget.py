@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from pullback.backbones import load_backbone
+from pullback.checks import callable_or_none
 from pullback.errors import PullbackError, ShapeError
 from pullback.evaluation.cost import flops as count_flops
 from pullback.evaluation.cost import race
@@ -115,6 +116,7 @@ def plan_pruning(
     """
     name, limit = check_budget(flops=flops, milliseconds=milliseconds, degradation=degradation)
     _check_inputs(heads, images, batch)
+    callable_or_none("degrade", degrade)
     backbone = load_backbone(model)
     check_weights(backbone, [("heads", head) for head in heads.values() if isinstance(head, nn.Module)])
     images = backbone.batch(images, normalized=normalized)

@@ -28,6 +28,7 @@ from pullback import registry
 from pullback.backbones import Backbone, Remaining, load_backbone
 from pullback.backbones.loading import first_line, locate, read_config, reader_of
 from pullback.backbones.outputs import FIXED_SIZE, as_images, assembler, check_output_class, no_assembler
+from pullback.checks import of_kind
 from pullback.errors import ModelError, PullbackError, ShapeError
 from pullback.pruning.forward import PrunedRun, forward, prepared
 from pullback.pruning.plan import PrunePlan
@@ -251,6 +252,7 @@ class PrunedModel(Pruned):
         beside the weights that the model was loaded from, where there is one. A model of your own without
         save_pretrained is left out, and passed to `from_pretrained`.
         """
+        of_kind("folder", folder, (str, os.PathLike), "a folder to write")
         folder = Path(folder)
         if processor is not None and not hasattr(processor, "save_pretrained"):
             raise ModelError(
@@ -286,6 +288,7 @@ class PrunedModel(Pruned):
         cls, folder: str | Path, *, model: nn.Module | None = None, device: str | torch.device = "cpu"
     ) -> PrunedModel:
         """Read what `save_pretrained` wrote; ``model`` instead of the saved copy, where there is one already."""
+        of_kind("folder", folder, (str, os.PathLike), "the folder that save_pretrained wrote", ModelError)
         folder = Path(folder)
         try:
             document = read_json(folder / DOCUMENT)

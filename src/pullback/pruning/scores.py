@@ -9,6 +9,7 @@ add theirs; networks that read the tokens alone become scores by `as_score`.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -121,7 +122,22 @@ def as_score(choice: Choice) -> Score:
         return MetricScore(choice) if isinstance(choice, MetricNetwork) else HeadScore(choice)
     if not callable(choice):
         raise PullbackError(f"score: expected a name, a head or a function, got {type(choice).__name__}.")
+    _check_arguments(choice)
     return choice
+
+
+def _check_arguments(score: Callable[..., Any]) -> None:
+    """Refuse a function that cannot be called with the tokens and their context."""
+    try:
+        signature = inspect.signature(score)
+    except (TypeError, ValueError):  # of functions written in C nobody knows
+        return
+    try:
+        signature.bind(None, None)
+    except TypeError:
+        raise PullbackError(
+            f"score: expected a function of the tokens [B, N, D] and their ScoreContext, got one of {signature}."
+        ) from None
 
 
 def score_names() -> list[str]:
