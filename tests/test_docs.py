@@ -1,11 +1,13 @@
 """The examples of the README and the docs run as they stand, print what they say, and links lead somewhere."""
 
 import re
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
 
+from helpers.registry import kept_tables
 from pullback.experiments.demo import write_pictures
 from pullback.scenes.render import render
 
@@ -20,12 +22,15 @@ TITLE = "Task-Induced Riemannian Metrics for Vision Transformer"
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if BLOCK.search((ROOT / page).read_text(encoding="utf-8"))])
-def test_the_examples_of_a_page_run_and_print_what_the_page_says(page, tmp_path, monkeypatch, capsys):
+def test_the_examples_of_a_page_run_and_print_what_the_page_says(page, tmp_path, monkeypatch, capsys, request):
     write_pictures(render(range(2), size=128), tmp_path / "photos")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MPLBACKEND", "agg")
     torch.manual_seed(0)
     namespace: dict = {}
+    registered = ExitStack()
+    request.addfinalizer(registered.close)
+    registered.enter_context(kept_tables())  # examples may add to them
     for number, code in enumerate(BLOCK.findall((ROOT / page).read_text(encoding="utf-8")), start=1):
         exec(compile(code, f"{page}, example {number}", "exec"), namespace)
         printed = capsys.readouterr().out

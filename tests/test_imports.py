@@ -31,7 +31,7 @@ ALLOWED = {
     "scenes": {"data"},
     "report": {"runs"},
     "backbones": {"operators", "models", "data"},
-    "decoders": {"backbones"},
+    "decoders": {"backbones", "operators"},  # operators: to tell a lack of memory from a failing decoder
     "probes": {"operators", "backbones", "decoders", "data"},
     "geometry": PROBES | {"__init__"},
     "targets": PROBES | {"geometry", "__init__"},

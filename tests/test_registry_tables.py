@@ -36,7 +36,8 @@ def test_the_tables_are_read_without_torch():
 
 def test_every_entry_leads_to_code():
     places = [entry.adapt for entry in BACKBONES.values()] + [entry.build for entry in DECODERS]
-    places += [entry.load for entry in BACKBONES.values() if entry.load is not None]
+    optional = [(entry.load, entry.assemble, entry.recognise) for entry in BACKBONES.values()]
+    places += [place for group in optional for place in group if place is not None]
     assert all(callable(registry.resolve(place)) for place in places)
     assert registry.resolve(len) is len, "code itself is an entry too"
     with pytest.raises(PullbackError, match=r"registry: expected 'package\.module:name', got 'nowhere'"):

@@ -3,7 +3,7 @@
     import pullback as pb
 
     probe = pb.load_probe("facebook/dinov2-base", decoder="cls", layer=10)
-    images = pb.load_images("photos/", size=224)
+    images = pb.load_images("photos/", probe)
     report = pb.diagnose(probe, images, rank=20)
 
 The public names are listed in `__init__.pyi`, from which type checkers know them. They are imported when they are first

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from pullback.checks import of_kind
 from pullback.errors import PullbackError
 
 Code = str | Callable[..., Any]
@@ -189,6 +190,15 @@ BACKBONES: dict[str, BackboneEntry] = {
             assemble=f"{_OUTPUTS}:siglip",
         ),
         BackboneEntry(
+            "siglip2",
+            ("siglip2", "siglip2_vision_model"),
+            f"{_FAMILIES}:siglip2",
+            ("pool", "mean", "logits", "logit-K"),
+            "google/siglip2-base-patch16-naflex",
+            loader="Siglip2VisionModel",
+            assemble=f"{_OUTPUTS}:siglip",
+        ),
+        BackboneEntry(
             "vit",
             ("vit",),
             f"{_FAMILIES}:vit",
@@ -205,6 +215,15 @@ BACKBONES: dict[str, BackboneEntry] = {
             "facebook/deit-base-distilled-patch16-224",
             may_lack=("pooler", "mask_token"),
             assemble=f"{_OUTPUTS}:vit",
+        ),
+        BackboneEntry(
+            "timm-vit",
+            ("timm_vit",),
+            "pullback.backbones.timm_vit:adapt",
+            ("cls", "mean", "logits", "logit-K"),
+            "a module of timm, or with its names",
+            assemble="pullback.backbones.timm_vit:assemble",
+            recognise="pullback.backbones.timm_vit:recognise",
         ),
         BackboneEntry(
             "depth-anything",
@@ -311,12 +330,14 @@ PRESETS: dict[str, PresetEntry] = {
 
 def register_backbone(entry: BackboneEntry) -> BackboneEntry:
     """Add a family of models, or replace the one of the same name."""
+    of_kind("entry", entry, BackboneEntry, "a pullback.BackboneEntry")
     BACKBONES[entry.name] = entry
     return entry
 
 
 def register_decoder(entry: DecoderEntry) -> DecoderEntry:
     """Add a decoder, or replace the one of the same name and family."""
+    of_kind("entry", entry, DecoderEntry, "a pullback.DecoderEntry")
     same = [known for known in DECODERS if (known.name, known.family) == (entry.name, entry.family)]
     for known in same:
         DECODERS.remove(known)
@@ -326,6 +347,7 @@ def register_decoder(entry: DecoderEntry) -> DecoderEntry:
 
 def register_score(entry: ScoreEntry) -> ScoreEntry:
     """Add a score per token, or replace the one of the same name."""
+    of_kind("entry", entry, ScoreEntry, "a pullback.ScoreEntry")
     SCORES[entry.name] = entry
     return entry
 

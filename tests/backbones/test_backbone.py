@@ -14,7 +14,7 @@ from pullback.models import EMBEDDED
 from pullback.registry import BACKBONES
 from pullback.tokens import TokenLayout
 
-PREFIX = {"dinov2": 1, "dinov2-registers": 3, "dinov3": 3, "clip": 1, "siglip": 0, "vit": 1, "deit": 2}
+PREFIX = {"dinov2-registers": 3, "dinov3": 3, "siglip": 0, "siglip2": 0, "deit": 2, "timm-avg": 3}  # others: 1
 
 
 @pytest.mark.parametrize("name", SMALL_MODELS)
@@ -22,7 +22,7 @@ def test_sizes_are_those_of_the_model(name):
     small, backbone = SMALL_MODELS[name], load_backbone(model_of(name))
     assert backbone.family == small.family
     assert (backbone.depth, backbone.dim, backbone.patch_size) == (small.depth, 24, small.patch_size)
-    assert backbone.prefix == PREFIX.get(small.family, 1)
+    assert backbone.prefix == PREFIX.get(name, PREFIX.get(small.family, 1))
     assert (backbone.device.type, backbone.dtype) == ("cpu", torch.float64)
     layout = backbone.token_layout(images_for(name, (2, 3)))
     assert layout == TokenLayout(backbone.prefix, (2, 3))

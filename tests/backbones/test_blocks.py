@@ -16,7 +16,8 @@ KEPT = torch.tensor([[0, 2, 3, 5], [4, 1, 0, 3]])  # two samples keep different 
 
 def own_layers(name: str) -> nn.ModuleList:
     depth = SMALL_MODELS[name].depth
-    return next(part for part in model_of(name).modules() if isinstance(part, nn.ModuleList) and len(part) == depth)
+    lists = (part for part in model_of(name).modules() if isinstance(part, (nn.ModuleList, nn.Sequential)))
+    return next(part for part in lists if len(part) == depth)
 
 
 def own_rope(name: str, positions: torch.Tensor) -> dict:
@@ -35,7 +36,7 @@ def own_rope(name: str, positions: torch.Tensor) -> dict:
 
 
 def run_own_layers(name: str, tokens: torch.Tensor, start: int, stop: int, positions: torch.Tensor) -> torch.Tensor:
-    wants_mask = SMALL_MODELS[name].family in ("clip", "siglip")
+    wants_mask = SMALL_MODELS[name].family in ("clip", "siglip", "siglip2")
     options = own_rope(name, positions) | ({"attention_mask": None} if wants_mask else {})
     for layer in own_layers(name)[start:stop]:
         out = layer(tokens, **options)

@@ -27,7 +27,7 @@ def last_layer(backbone, images):
     return backbone.features(images, [backbone.depth - 1])[backbone.depth - 1]
 
 
-@pytest.mark.parametrize("name", SMALL_MODELS)
+@pytest.mark.parametrize("name", [name for name, small in SMALL_MODELS.items() if small.folder])
 def test_a_saved_model_loads_as_the_same_backbone(name, tmp_path):
     save(model_of(name), tmp_path)
     loaded, original = load_backbone(tmp_path, **ON_CPU), load_backbone(model_of(name))

@@ -19,6 +19,8 @@ from pullback import __version__
 from pullback.cli import app
 from pullback.errors import NumericsError
 from pullback.experiments.demo import write_pictures
+from pullback.report.drawing import Drawing
+from pullback.report.progress import ProgressDisplay
 from pullback.scenes.render import render
 
 PNG = b"\x89PNG\r\n"
@@ -146,6 +148,13 @@ def test_figures_are_drawn_and_named(run):
     assert str(run.out) in run.result.output
 
 
+def test_a_page_is_written_that_needs_nothing_else(run):
+    page = (run.out / "index.html").read_text(encoding="utf-8")
+    assert "L01" in page and "L04" in page and "±" in page and "data:image/" in page
+    assert "http://" not in page and "https://" not in page
+    assert (run.out / "index.html").as_uri() in run.result.output
+
+
 def test_no_temporary_file_is_left(run):
     assert not [path.name for path in run.out.iterdir() if path.name.startswith(".")]
 
@@ -162,14 +171,23 @@ def test_a_skipped_image_is_named(run):
     assert "00-broken.png: not a readable image" in run.result.output
 
 
-def test_running_again_overwrites(images, tmp_path):
+def test_running_again_goes_on_and_other_settings_are_refused(images, tmp_path):
     diagnose(images, tmp_path, "--layer", 1)
-    again = diagnose(images, tmp_path, "--layer", 3, "--seed", 5)
-    assert [layer["layer"] for layer in again.document["layers"]] == [3]
-    assert again.document["seed"] == 5
-    assert not (tmp_path / "tokens_L01.png").exists(), "a figure that belongs to no result"
-    with np.load(tmp_path / "importance.npz") as arrays:
-        assert "L01" not in arrays.files
+    again = diagnose(images, tmp_path, "--layer", 3, "--layer", 1)
+    assert [layer["layer"] for layer in again.document["layers"]] == [1, 3]
+    assert f"finished before, taken from {tmp_path}/: L01\n" in again.result.output
+    refused = pullback(
+        "diagnose", "tiny-scenes", "--images", images, "--out", tmp_path, *SMALL, "--layer", 3, "--seed", 5
+    )
+    assert refused.exit_code == 2 and "other settings (seed: 0 there, 5 asked for)" in refused.output
+    assert strict(tmp_path / "diagnosis.json") == again.document
+
+
+def test_a_folder_of_another_command_is_left_alone(images, tmp_path):
+    (tmp_path / "summary.json").write_text("{}")
+    result = pullback("diagnose", "tiny-scenes", "--images", images, "--out", tmp_path, *SMALL)
+    assert result.exit_code == 2 and "holds a comparison of pruning rules" in result.output
+    assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
 
 
 def test_the_default_layer_is_the_last_but_one(images, tmp_path):
@@ -285,6 +303,33 @@ def test_a_failing_layer_loses_nothing_before_it(error, code, message, images, t
     assert not document["complete"] and document["failure"]["layer"] == 4
     with np.load(tmp_path / "importance.npz") as arrays:
         assert "L01" in arrays.files
+
+
+def test_an_interruption_keeps_every_finished_image_and_says_so(images, tmp_path, monkeypatch):
+    honest = ProgressDisplay.advance
+
+    def interrupt(display, count):
+        honest(display, count)
+        raise KeyboardInterrupt
+
+    command = ("diagnose", "tiny-scenes", "--layer", 4, "--images", images, "--out", tmp_path, *SMALL)
+    with monkeypatch.context() as patch:
+        patch.setattr(ProgressDisplay, "advance", interrupt)
+        stopped = pullback(*command)
+    assert stopped.exit_code == 130
+    words = f"finished before L04 and kept in {tmp_path}/: 1 image of L04; the same command goes on from there"
+    assert words in stopped.output
+    assert pullback(*command).exit_code == 0
+    assert len((tmp_path / "images.jsonl").read_text().splitlines()) == 2
+
+
+def test_the_table_is_printed_before_the_figures_are_drawn(images, tmp_path, monkeypatch):
+    def fail(drawing, folder):
+        raise RuntimeError("no figures today")
+
+    monkeypatch.setattr(Drawing, "draw", fail)
+    result = pullback("diagnose", "tiny-scenes", "--images", images, "--out", tmp_path, *SMALL)
+    assert "captured energy" in result.output and "no figures today" in str(result.exception)
 
 
 def test_a_bug_is_not_hidden(images, tmp_path, monkeypatch):

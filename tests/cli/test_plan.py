@@ -6,6 +6,7 @@ from typer.testing import CliRunner
 
 import pullback as pb
 from pullback.cli import app
+from pullback.runs.documents import read_plan
 from pullback.scenes.render import render
 
 
@@ -28,6 +29,14 @@ def test_a_plan_within_a_share_of_the_operations(photos, tmp_path):
     assert "of the patch tokens after block" in result.output and "plans tried on 2 images" in result.output
     loaded = pb.PrunedModel.from_pretrained(tmp_path)
     assert loaded.plan.stages in ((4,), (8,)) and loaded.plan.ratio > 0
+    page = (tmp_path / "index.html").read_text(encoding="utf-8")
+    assert f"block {loaded.plan.stages[0]}" in page and "2 images" in page and "data:image/webp" in page
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG") and (
+        tmp_path / "index.html"
+    ).as_uri() in result.output
+    stored = read_plan(tmp_path)
+    assert stored["ratio"] == loaded.plan.ratio and len(stored["trials"]) == stored["measured"]
+    assert stored["flops"] <= 0.9 == stored["budget"]["limit"]
 
 
 @pytest.mark.parametrize(

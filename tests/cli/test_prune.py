@@ -141,6 +141,7 @@ def test_figures_are_drawn_and_the_tables_printed(compared):
     for name in ("prune.png", "tokens.png"):
         assert (out / name).read_bytes().startswith(PNG) and name in result.output
     assert not (out / "output.png").exists(), "an embedding is no picture"
+    assert "cosine degradation" in (out / "index.html").read_text(encoding="utf-8")
     for words in ("cosine degradation × 100", "η = 0.25", "importance", "GFLOPs/image", "ms, batch 2", "00-broken.png"):
         assert words in result.output
 

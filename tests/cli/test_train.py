@@ -5,7 +5,9 @@ import shutil
 import socket
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,6 +29,18 @@ pytest.importorskip("pyarrow", reason="pyarrow is not installed (the extra pullb
 STEPS = ("--steps", 6, "--batch", 8, "--validate-every", 3, "--device", "cpu")
 HEAD = (*STEPS, "--width", 32, "--heads", 2)
 SPN = (*STEPS, "--width", 16, "--heads", 2, "--rank", 3, "--size", "28x42", "--layer", 1)
+
+
+@pytest.fixture
+def figures() -> None:
+    """For tests that want figures and a page."""
+
+
+@pytest.fixture(autouse=True)
+def no_figures(request, monkeypatch):
+    """A process for each figure costs seconds, and one test is enough for them."""
+    if "figures" not in request.fixturenames:
+        monkeypatch.setattr("pullback.cli.train.Drawing", lambda: nullcontext(SimpleNamespace(draw=lambda out: [])))
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +91,7 @@ def test_they_are_commands_of_a_larger_program():
         assert result.exit_code == 0 and option in result.output and "torchrun works" in result.output
 
 
-def test_a_head_is_written_with_its_scores(place, tmp_path):
+def test_a_head_is_written_with_its_scores_and_a_page(place, tmp_path, figures):
     result = head(place, tmp_path / "run")
     assert result.exit_code == 0, result.output
     written = ImportanceHead.from_pretrained(tmp_path / "run" / "model")
@@ -86,7 +100,9 @@ def test_a_head_is_written_with_its_scores(place, tmp_path):
     for text in (f"rho: {written.config.scores['rho']:.4g}", "rho of the mean map: ", "training rows: 20"):
         assert text in result.output
     assert f"written to {tmp_path / 'run' / 'model'}/" in result.output
-    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["checkpoint.pt", "metrics.jsonl", "model"]
+    assert (tmp_path / "run" / "index.html").as_uri() in result.output
+    expected = ["checkpoint.pt", "index.html", "metrics.jsonl", "model", "training.png"]
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == expected
 
 
 def test_a_head_may_hold_a_share_out_and_start_from_another(place, tmp_path):

@@ -11,7 +11,7 @@ from helpers.families import SMALL_MODELS, images_for, model_of
 from pullback.errors import DecoderError
 from pullback.evaluation import degradation
 
-CLASSIFIERS = [name for name, small in SMALL_MODELS.items() if "logits" in small.references]
+CLASSIFIERS = [name for name, small in SMALL_MODELS.items() if "logits" in small.references and small.folder]
 ON_CPU = dict(device="cpu", dtype=torch.float64)
 
 

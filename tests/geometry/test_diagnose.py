@@ -371,4 +371,5 @@ def test_a_regime_within_the_error_of_another_is_hedged(marginal):
     report = class_token_and_patches(marginal, over_all=7.4, over_patches=0.81, error=0.05)
     hedged = report.verdict_over_patches
     assert (hedged.regime.label, [regime.label for regime in hedged.could_be]) == ("iii", ["i"])
-    assert report.verdict.could_be == () and "could also be (i) rich spectrum: more images would tell" in report.advice
+    assert report.verdict.could_be == ()
+    assert "could also be (i) rich spectrum over patches: more images would tell" in report.advice

@@ -38,9 +38,10 @@ def test_a_run_tells_its_progress_and_hands_over_every_layer(photos, tmp_path):
     heard, layers = Heard(), []
     request = DiagnosisRequest("tiny-scenes", str(photos), **SMALL)
     document = run_diagnosis(request, tmp_path / "out", heard, on_layer=layers.append)
-    assert heard.calls[:4] == [
+    assert heard.calls[:5] == [
         ("stage", "loading tiny-scenes"),
         ("stage", f"reading images from {photos}"),
+        ("stage", "timing one product"),
         ("work", "", 4, "images"),
         ("describe", "L10"),
     ]

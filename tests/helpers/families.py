@@ -17,6 +17,7 @@ import torch.nn.functional as F
 import transformers as tf
 from torch import Tensor, nn
 
+from helpers.timm_names import TimmViT
 from pullback.models.tiny_scenes import TinyScenes, TinyScenesConfig
 from pullback.runs.files import write_network
 
@@ -38,6 +39,7 @@ class SmallModel:
     references: dict[str, Reference]
     patch_size: int
     depth: int = 3
+    folder: bool = True  # whether it can be saved as a folder and loaded from it
 
 
 def save(model: nn.Module, folder: Path) -> None:
@@ -117,6 +119,21 @@ def images_for(name: str, grid: tuple[int, int], batch: int = 2, seed: int = 0) 
     return torch.randn(batch, 3, height, width, generator=generator, dtype=torch.float64)
 
 
+def patches_for(images: Tensor, patch: int) -> dict[str, Tensor]:
+    """What SigLIP 2 takes for images of one shape, cut patch by patch; transformers' processor numbers them so."""
+    rows, columns = (side // patch for side in images.shape[-2:])
+    patches = [
+        images[:, :, patch * row : patch * (row + 1), patch * column : patch * (column + 1)].movedim(1, -1).flatten(1)
+        for row in range(rows)
+        for column in range(columns)
+    ]
+    return {
+        "pixel_values": torch.stack(patches, 1),
+        "pixel_attention_mask": torch.ones(len(images), rows * columns, dtype=torch.int32),
+        "spatial_shapes": torch.tensor([[rows, columns]] * len(images)),
+    }
+
+
 def random_normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
@@ -152,6 +169,11 @@ def _clip(hidden_act: str) -> nn.Module:
 
 def _siglip() -> nn.Module:
     return tf.SiglipVisionModel(tf.SiglipVisionConfig(**_common(8), intermediate_size=40))
+
+
+def _siglip2() -> nn.Module:
+    sizes = {name: value for name, value in _common(8).items() if name != "image_size"}
+    return tf.Siglip2VisionModel(tf.Siglip2VisionConfig(**sizes, intermediate_size=40, num_patches=9))
 
 
 def _vit() -> nn.Module:
@@ -269,6 +291,10 @@ CLIP = {
     "mean": _patch_mean(_normed_clip, 1),
 }
 SIGLIP = {"pool": _pooled_any_size, "mean": _patch_mean(_tokens_any_size, 0)}
+SIGLIP2 = {
+    "pool": lambda model, images: model(**patches_for(images, 8)).pooler_output,
+    "mean": lambda model, images: model(**patches_for(images, 8)).last_hidden_state.mean(1),
+}
 VIT = {
     "cls": _class_token(_tokens_any_size),
     "pool": _pooled_any_size,
@@ -279,6 +305,16 @@ CLASS_TOKEN_CLASSIFIER = {name: VIT[name] for name in ("cls", "mean")}
 CLIP_CLASSIFIER = {
     "cls": _pooled_any_size,
     "mean": _patch_mean(lambda model, images: model.post_layernorm(_tokens_any_size(model, images)), 1),
+}
+TIMM_TOKEN = {
+    "cls": lambda model, images: model.forward_features(images)[:, 0],
+    "mean": _patch_mean(lambda model, images: model.forward_features(images), 1),
+    "logits": lambda model, images: model(images),
+    ONE_LOGIT: lambda model, images: model(images)[:, 3:4],
+}
+TIMM_AVG = TIMM_TOKEN | {  # its only norm, in front of the head, stands for the final one
+    "cls": lambda model, images: model.fc_norm(model.forward_features(images)[:, 0]),
+    "mean": _patch_mean(lambda model, images: model.fc_norm(model.forward_features(images)), 3),
 }
 DEPTH = {
     "depth": _depth,
@@ -349,6 +385,15 @@ SMALL_MODELS: dict[str, SmallModel] = {
         _classified("vision_model", SIGLIP, _logits_any_size),
         8,
     ),
+    "siglip2": SmallModel("siglip2", _siglip2, SIGLIP2, 8),
+    "siglip2-classifier": SmallModel(
+        "siglip2",
+        lambda: _two_towers(tf.Siglip2ForImageClassification, tf.Siglip2Config, _siglip2()),
+        _classified("vision_model", SIGLIP2, lambda model, images: model(**patches_for(images, 8)).logits),
+        8,
+    ),
+    "timm-token": SmallModel("timm-vit", partial(TimmViT, "token"), TIMM_TOKEN, 8, folder=False),
+    "timm-avg": SmallModel("timm-vit", partial(TimmViT, "avg", registers=2), TIMM_AVG, 8, folder=False),
     "depth-v1": SmallModel("depth-anything", partial(_depth_anything, V1_STYLE), DEPTH, 14, 5),
     "depth-v2": SmallModel("depth-anything", partial(_depth_anything, V2_STYLE), DEPTH, 14, 5),
     "depth-v2-metric": SmallModel("depth-anything", partial(_depth_anything, V2_STYLE, "metric"), DEPTH, 14, 5),

@@ -8,7 +8,7 @@ import torch
 
 import pullback as pb
 from helpers.families import images_for, model_of
-from pullback.errors import PullbackError
+from pullback.errors import ModelError, PullbackError
 from pullback.learning.head import ImportanceHead
 from pullback.pruning.export import embedding_of
 
@@ -16,7 +16,7 @@ pytest.importorskip("onnxruntime", reason="needs the extra pullback[onnx]")
 pytest.importorskip("onnxscript", reason="needs the extra pullback[onnx]")
 
 
-@pytest.mark.parametrize("name", ["dinov2", "clip"])
+@pytest.mark.parametrize("name", ["dinov2", "clip", "dinov2-classifier"])
 def test_sixteen_images(name, tmp_path):
     import onnxruntime
 
@@ -29,9 +29,16 @@ def test_sixteen_images(name, tmp_path):
     with torch.no_grad():
         output, run = fast.with_record(images)
     for batch in (1, 16):
-        embedding, kept = session.run(None, {"pixel_values": images[:batch].numpy()})
+        first = "logits" if "classifier" in name else "image_embedding"
+        embedding, kept = session.run([first, "kept_tokens"], {"pixel_values": images[:batch].numpy()})
         np.testing.assert_array_equal(kept, run.records[-1].kept[:batch].numpy())
         np.testing.assert_allclose(embedding, embedding_of(output)[:batch].numpy(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("make", [lambda: model_of("dinov2"), lambda: "dinov2", lambda: None])
+def test_what_is_not_pruned_is_not_exported(make, tmp_path):
+    with pytest.raises(ModelError, match=r"pruned: expected what pb.prune returned, got (Dinov2Model|str|NoneType)"):
+        pb.export_onnx(make(), tmp_path / "fast.onnx", size=42)
 
 
 def test_a_dense_model_is_not_exported(tmp_path):

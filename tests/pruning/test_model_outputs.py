@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import pullback as pb
-from helpers.families import SMALL_MODELS, images_for, model_of, random_normal
+from helpers.families import images_for, model_of, random_normal
 from helpers.registry import kept_tables
 from pullback.backbones import load_backbone
 from pullback.backbones.outputs import attention_pool, pooling_head
@@ -16,7 +16,7 @@ from pullback.pruning.model import PrunedModel, _say_once
 from pullback.pruning.plan import preset
 from pullback.registry import BACKBONES
 
-AVERAGING = [name for name in SMALL_MODELS if name.endswith("classifier") and not name.startswith(("vit", "deit"))]
+AVERAGING = ["dinov2-classifier", "dinov2-registers-classifier", "clip-classifier", "siglip-classifier"]
 CLASS_TOKEN = ["vit-classifier", "deit-classifier", "deit-two-classifiers"]
 
 

@@ -6,57 +6,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from helpers.comparison import arrays, document
 from pullback.report.prune_console import p_value, prune_summary
 from pullback.runs import documents as prune_files
 from pullback.runs.files import write_arrays, write_json
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed (the extra pullback[plot])")
-
-RATIOS = (0.1, 0.5)
-RULES = [("best", "importance"), ("best", "random"), ("paper", "importance"), ("paper", "random"), ("tome", "tome")]
-
-
-def rule(preset: str, score: str, ratio: float, level: float) -> dict:
-    mean = level * ratio
-    own = (preset, score) == ("best", "importance")
-    test = {"preset": "best", "score": "importance", "p_value": 3e-9, "difference": 1.0, "interval": [0.5, 1.5],
-            "factor": 4.2, "worse_on": 0.9}  # fmt: skip
-    entry = {"median": 10.0, "low": 9.0, "high": 11.0, "unpruned": 20.0, "speedup": 2.0, "rounds": 5}
-    return {
-        "preset": preset, "score": score, "ratio": ratio, "images": 4, "mean": mean, "median": mean,
-        "interval": [0.8 * mean, 1.3 * mean], "tests": [] if own else [test], "knn": 0.625,
-        "cost": {"flops": 2e9, "milliseconds": {"1": entry}},
-    }  # fmt: skip
-
-
-def document(measure: str = "cosine") -> dict:
-    rules = [rule(*name, ratio, 1 + place) for place, name in enumerate(RULES) for ratio in RATIOS]
-    return {
-        "model": "facebook/dinov2-small", "decoder": "cls", "stages": [4, 8], "size": [224, 224], "measure": measure,
-        "reference": "importance", "presets": ["best", "paper", "tome"], "scores": ["importance", "random"],
-        "ratios": list(RATIOS), "images": 5, "images_compared": 4, "machine": "a machine", "notes": ["stages: odd."],
-        "skipped": [{"file": "x.png", "reason": "no picture"}], "unpruned": {"flops": 4e9, "knn": 0.75},
-        "rules": rules,
-    }  # fmt: skip
-
-
-def arrays(dense: bool, images: int = 2, shape: tuple[int, int] = (3, 4)) -> dict[str, np.ndarray]:
-    generator, count = np.random.default_rng(0), 3
-    fates = generator.integers(0, 3, (count, images, *shape)).astype(np.uint8)
-    partners = np.where(fates > 0, generator.integers(-1, 12, fates.shape), -1)
-    found = {
-        "pictures": generator.integers(0, 256, (images, 42, 56, 3), dtype=np.uint8),
-        "names": np.array(["a.png", "b.png"][:images]),
-        "presets": np.array(["best", "best", "tome"]),
-        "scores": np.array(["importance", "importance", "tome"]),
-        "ratios": np.array([0.1, 0.5, 0.5]),
-        "fates": fates,
-        "partners": partners,
-        "values": np.array([[0.1] * images, [0.5] * images, [np.nan] * images]),
-    }
-    if dense:
-        found |= {"before": generator.random((images, 42, 56)), "after": generator.random((count, images, 42, 56))}
-    return found
 
 
 def text_of(found: dict) -> str:
@@ -112,3 +67,51 @@ def test_a_mean_of_zero_and_literature_alone_can_be_drawn():
     found = {**document(), "presets": ["tome"], "scores": ["importance"]}
     found["rules"] = [one for one in found["rules"] if one["preset"] == "tome"]
     assert curves_png(found).startswith(b"\x89PNG")
+
+
+def test_a_long_title_is_broken_into_lines_that_fit():
+    from pullback.report.canvas import _inches, lines_of
+
+    text = "facebook/dinov2-small, cls, after block 4+8: mean of 1000 images, 95 % bootstrap intervals"
+    lines = lines_of(text, 4.8)
+    assert len(lines) > 1 and " ".join(lines) == text
+    assert all(_inches(line) <= 4.8 for line in lines)
+    assert lines_of(text, 30.0) == [text]
+
+
+def test_figures_of_pictures_stay_below_a_megabyte_and_are_large_enough_to_read():
+    from PIL import Image
+
+    from pullback.report.prune_figures import tokens_png
+
+    found = arrays(dense=False, images=2, shape=(16, 16))
+    noise = np.random.default_rng(0).integers(0, 256, (4, 224, 224, 3), dtype=np.uint8)  # nothing compresses worse
+    panels = 7
+    found |= {
+        "pictures": noise,
+        "names": np.array(list("abcd")),
+        "presets": np.array(["best"] * panels),
+        "scores": np.array(["importance"] * panels),
+        "ratios": np.array([0.1, 0.2, 0.3, 0.5, 0.5, 0.5, 0.5]),
+        "fates": np.zeros((panels, 4, 16, 16), np.uint8),
+        "partners": np.full((panels, 4, 16, 16), -1),
+        "values": np.ones((panels, 4)),
+    }
+    drawn = tokens_png(document(), found)
+    assert len(drawn) < 1_000_000
+    assert Image.open(io.BytesIO(drawn)).width >= 600
+
+
+@pytest.mark.parametrize(
+    ("ratios", "shown"),
+    [
+        ([0.1, 0.2, 0.3, 0.5, 0.5, 0.5, 0.5], [0, 3, 4, 5, 6]),
+        ([0.1, 0.5, 0.5], [0, 1, 2]),
+        ([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7], [0, 3, 4, 5, 6]),
+        ([0.5] * 7, [0, 1, 2, 3, 4]),
+    ],
+)
+def test_a_figure_leaves_out_ratios_in_between_first(ratios, shown):
+    from pullback.report.prune_figures import chosen_panels
+
+    assert chosen_panels(np.array(ratios)) == shown

@@ -122,7 +122,12 @@ def test_the_report_needs_no_torch(folder, scenes):
     done = subprocess.run([sys.executable, "-c", code, folder], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     page = (folder / "index.html").read_text(encoding="utf-8")
-    assert "a &lt;note&gt;" in page and "40.0 ± 1.0 %" in page and page.count("data:image/png;base64,") == 8
+    assert (
+        "a &lt;note&gt;" in page
+        and "40.0 ± 1.0 %" in page
+        and page.count("data:image/webp;base64,") == 6
+        and page.count("data:image/jpeg;base64,") == 6
+    )
 
 
 def test_the_page_calls_a_cv_at_its_null_random(folder, document):

@@ -20,7 +20,7 @@ def test_a_new_folder_is_made_and_one_of_the_same_kind_is_taken_again(tmp_path, 
     assert (folder / "notes.txt").read_text() == "mine"
 
 
-@pytest.mark.parametrize(("kind", "other"), permutations(KINDS, 2))
+@pytest.mark.parametrize(("kind", "other"), list(permutations(KINDS, 2)))
 def test_a_folder_of_another_kind_is_refused_by_any_of_its_files(tmp_path, kind, other):
     for name in KINDS[other].files:
         folder = tmp_path / name.replace("/", "-")

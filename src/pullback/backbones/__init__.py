@@ -1,7 +1,7 @@
 """Frozen networks behind one contract: ViT families as blocks that can be run, linearised and pruned."""
 
 from pullback.backbones.backbone import AnyBackbone, Backbone, Classifier, Preprocessing, State
-from pullback.backbones.block import Block, Norm, Rope, TokenMap, unchanged
+from pullback.backbones.block import Affine, Block, Mlp, Norm, Rope, TokenMap, unchanged
 from pullback.backbones.linearized import LinearizedBlock, LinearizedNorm
 from pullback.backbones.loading import (
     check_evaluation_mode,
@@ -15,6 +15,7 @@ from pullback.backbones.samples import Group, Samples, image_samples, thumbnails
 from pullback.registry import list_models
 
 __all__ = [
+    "Affine",
     "AnyBackbone",
     "Backbone",
     "Block",
@@ -22,6 +23,7 @@ __all__ = [
     "Group",
     "LinearizedBlock",
     "LinearizedNorm",
+    "Mlp",
     "Norm",
     "Preprocessing",
     "Remaining",

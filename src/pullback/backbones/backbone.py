@@ -54,8 +54,8 @@ class Classifier:
     """How an image classifier reads the tokens that leave the last block.
 
     ``logits``: (tokens [B, n, D], layout) -> [B, classes], of the tokens after the final norm if ``normed``.
-    ``classes``: None where the head does not say. ``rows``: it reads the first so many tokens alone; None: it averages
-    the patches, so all of them must be there.
+    ``classes``: None where it stops before a linear layer would make classes. ``rows``: it reads the first so many
+    tokens alone; None: it averages the patches, so all of them must be there.
     """
 
     logits: Callable[[Tensor, TokenLayout], Tensor]

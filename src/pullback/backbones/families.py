@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from pullback.backbones.backbone import Backbone, Preprocessing
 from pullback.backbones.block import Affine, Block, Mlp, Norm, Rope
-from pullback.backbones.outputs import classifier_of
+from pullback.backbones.outputs import as_patches, classifier_of
 from pullback.errors import ModelError
 from pullback.tokens import TokenLayout
 
@@ -99,6 +99,24 @@ def siglip(model: Any, name: str) -> Backbone:
         prefix=0,
         preprocessing=Preprocessing(*HALF, size=tower.config.image_size),
         embed_pixels=partial(_interpolating, part(tower, "embeddings"), None),
+    )
+
+
+def siglip2(model: Any, name: str) -> Backbone:
+    """SigLIP 2 for images of any shape, "naflex", whose own forward takes patches. Its checkpoints for images of one
+    size are SigLIPs."""
+    tower = _tower(model, "vision_model")
+    embeddings = part(tower, "embeddings")
+    return _backbone(
+        name,
+        "siglip2",
+        model,
+        tower,
+        part(tower, "encoder.layers"),
+        part(tower, "post_layernorm"),
+        prefix=0,
+        preprocessing=Preprocessing(*HALF, size=embeddings.position_embedding_size * tower.config.patch_size),
+        embed_pixels=partial(_embed_patches, embeddings),
     )
 
 
@@ -231,6 +249,17 @@ def _backbone(name: str, family: str, model: Any, tower: Any, layers: Any, norm:
         classifier=classifier_of(model, family),
         **kwargs,
     )
+
+
+def _embed_patches(embeddings: Any, pixels: Tensor) -> Tensor:
+    """Embed images [B, 3, H, W] as SigLIP 2 does: positions are resized bilinearly, on a CPU in float32."""
+    grid = [side // embeddings.patch_size for side in pixels.shape[-2:]]
+    side = embeddings.position_embedding_size
+    stored = embeddings.position_embedding.weight
+    square = stored.unflatten(0, (side, side)).permute(2, 0, 1)[None]
+    square = square.float() if square.device.type == "cpu" else square
+    resized = nn.functional.interpolate(square, grid, mode="bilinear", antialias=True)
+    return embeddings.patch_embedding(as_patches(pixels, embeddings.patch_size)) + resized.flatten(2).mT.to(stored)
 
 
 def _interpolating(embeddings: Any, pre_norm: Callable[[Tensor], Tensor] | None, pixels: Tensor) -> Tensor:

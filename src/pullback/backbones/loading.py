@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from pullback.backbones.backbone import AnyBackbone, Backbone, Classifier, Preprocessing
 from pullback.backbones.block import Affine
 from pullback.backbones.outputs import CLASSIFIERS, classifier
+from pullback.checks import shown
 from pullback.errors import DamagedModelError, ModelError, counted
 from pullback.models import EMBEDDED
 from pullback.models.dinov2 import Dinov2, Dinov2Config
@@ -43,6 +44,7 @@ def load_any_backbone(
 
 def load_backbone(model: Model, *, device: str | torch.device = "auto", dtype: torch.dtype = torch.float32) -> Backbone:
     """A frozen ViT as `load_any_backbone` loads it. Models of several views, and other networks, are refused."""
+    _check_kind(model)
     if not isinstance(model, nn.Module) and Path(model).is_file():
         raise ModelError(f"model: expected a folder or a hub id, got the file {os.fspath(model)}.")
     entry, config = _identified(model)
@@ -83,7 +85,7 @@ def resolve_device(device: str | torch.device) -> torch.device:
     try:
         resolved = torch.device(device)
         torch.empty(0, device=resolved)
-    except (RuntimeError, AssertionError) as error:
+    except (RuntimeError, AssertionError, TypeError) as error:
         raise ModelError(
             f"device: {device!r} cannot be used here ({first_line(error)}). Try 'auto' or 'cpu'."
         ) from None
@@ -101,22 +103,37 @@ def check_evaluation_mode(module: nn.Module, argument: str) -> None:
         )
 
 
+def _check_kind(model: object) -> None:
+    if not isinstance(model, str | os.PathLike | nn.Module) or model == "":
+        raise ModelError(
+            f"model: expected a hub id, a folder, an embedded name ({', '.join(EMBEDDED)}) or a module, got "
+            f"{shown(model)}. Of a probe it is probe.backbone.model."
+        )
+
+
 def _identified(model: Model) -> tuple[BackboneEntry, dict[str, Any]]:
     """The family of a model, and config.json where that had to be read for it."""
+    _check_kind(model)
     if isinstance(model, nn.Module):
         model_type = getattr(getattr(model, "config", None), "model_type", None)
-        if model_type is None:
-            raise ModelError(
-                f"model: expected a transformers vision model, got {type(model).__name__}, which has no config with a "
-                "model type. Give a network of your own the attribute config.model_type and add its family by "
-                "pullback.register_backbone."
-            )
-        return family_of(model_type), {}
+        return (_recognised(model) if model_type is None else family_of(model_type)), {}
     claimed = _claimed(os.fspath(model))
     if claimed is not None:
         return claimed, {}
     config = read_config(_place(os.fspath(model)), ", ".join(EMBEDDED))
     return family_of(config["model_type"]), config
+
+
+def _recognised(model: nn.Module) -> BackboneEntry:
+    """Return the family that knows a module without a model type by its parts."""
+    for entry in backbones():
+        if entry.recognise is not None and resolve(entry.recognise)(getattr(model, "_orig_mod", model)):
+            return entry
+    raise ModelError(
+        f"model: expected a transformers vision model, got {type(model).__name__}, which has no config with a model "
+        "type, nor the parts of a ViT of timm. Give a network of your own the attribute config.model_type and add its "
+        "family by pullback.register_backbone (docs/guide/own-vit.md)."
+    )
 
 
 def _load(
@@ -134,6 +151,8 @@ def _load(
     if isinstance(model, nn.Module):
         check_evaluation_mode(model, "model")
         return adapt(model, type(model).__name__)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ModelError(f"dtype: expected a floating-point one such as torch.float32, got {dtype!r}.")
     name, target = os.fspath(model), resolve_device(device)
     if entry.load is not None:
         module = resolve(entry.load)(name, target, dtype)
@@ -141,7 +160,6 @@ def _load(
     where, reader = _place(name), reader_of(config)
     module = _read_with_transformers(where, entry) if reader is None else reader(where, config)
     module = module.to(device=target, dtype=dtype).eval().requires_grad_(False)
-    vars(module)["name_or_path"] = where  # as transformers has it: what lies beside the weights is found again
     backbone = adapt(module, name if name in EMBEDDED else where)
     return replace(backbone, preprocessing=published_preprocessing(where, backbone.preprocessing))
 
@@ -307,6 +325,7 @@ def _filled(model: nn.Module, state: dict[str, Tensor], name: str, kind: str) ->
             f"shape there, such as {sorted(wrong)[0]}. Is it a complete checkpoint of this family?"
         )
     model.load_state_dict({key: state[key] for key in expected if key in state}, strict=False, assign=True)
+    vars(model)["name_or_path"] = name  # as models of transformers have it: what lies beside the weights is found again
     return model
 
 

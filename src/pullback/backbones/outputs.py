@@ -2,7 +2,8 @@
 
 An assembler, ``assemble`` of a family in `pullback.registry`, makes what the model itself would have returned. A family
 without one cannot be pruned in place (`prune` says so), though `run_pruned` runs it. A `Classifier` is the part of it
-that makes logits; the decoder `logits` reads it, too.
+that makes logits; the decoder `logits` reads it, too. The last parts say how models are called on images, and which
+classes of transformers return what is made here.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from pullback import registry
 from pullback.backbones.backbone import Backbone, Classifier
-from pullback.errors import ModelError
+from pullback.errors import ModelError, ShapeError
 from pullback.tokens import TokenLayout
 
 
@@ -163,6 +164,7 @@ READS = {
     "deit": "class token",
     "clip": "patches before the norm",
     "siglip": "patches",
+    "siglip2": "patches",
 }
 CLASSIFIERS = ("classifier",), ("cls_classifier", "distillation_classifier")  # one head, or DeiT's two with a teacher
 
@@ -179,7 +181,7 @@ def classifier_of(model: nn.Module, family: str) -> Classifier | None:
 def classifier(family: str, head: Any, distilled: Any = None) -> Classifier | None:
     """Return how a family makes logits by its ``head``; of DeiT with a teacher also by that of the ``distilled`` token.
     None for families that have no classifiers."""
-    how, classes = READS.get(family), _width(head)
+    how, classes = READS.get(family), class_count(head)
     if how == "both":
         return Classifier(lambda x, layout: head(torch.cat([x[:, 0], _patch_mean(x, layout)], 1)), classes)
     if how == "class token" and distilled is None:
@@ -195,8 +197,8 @@ def _patch_mean(tokens: Tensor, layout: TokenLayout) -> Tensor:
     return tokens[:, layout.prefix :].mean(1)
 
 
-def _width(head: Any) -> int | None:
-    """Return the number of classes; None for a head that is no linear layer, such as the identity."""
+def class_count(head: Any) -> int | None:
+    """Return the number of classes of a linear layer; None for a head that is none, such as the identity."""
     weight = getattr(head, "weight", None)
     return None if weight is None else int(weight.shape[0])
 
@@ -219,6 +221,48 @@ def _classified(backbone: Backbone, left: Remaining) -> Any:
     )
 
 
+# What models take
+
+
+def own_output(model: Any, backbone: Backbone, images: Tensor) -> Any:
+    """Call a model, or a pruned copy of it, on images [B, 3, H, W] of any size."""
+    if backbone.family == "siglip2":
+        return model(**patch_inputs(images, backbone.patch_size))
+    return model(images, **({"interpolate_pos_encoding": True} if backbone.family in FIXED_SIZE else {}))
+
+
+def patch_inputs(images: Tensor, patch: int) -> dict[str, Tensor]:
+    """Return what SigLIP 2 takes for images [B, 3, H, W] of one shape: patches, a mask, and rows and columns."""
+    patches = as_patches(images, patch)
+    shapes = torch.tensor([[side // patch for side in images.shape[-2:]]] * len(images), device=images.device)
+    mask = torch.ones(patches.shape[:2], dtype=torch.int32, device=images.device)
+    return {"pixel_values": patches, "pixel_attention_mask": mask, "spatial_shapes": shapes}
+
+
+def as_patches(images: Tensor, patch: int) -> Tensor:
+    """Cut images [B, 3, H, W] into patches [B, h w, patch * patch * 3], row by row."""
+    return images.unflatten(3, (-1, patch)).unflatten(2, (-1, patch)).permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
+
+
+def as_images(patches: Any, mask: Tensor | None, shapes: Tensor | None, patch: int) -> Tensor:
+    """Put together the images [B, 3, H, W] of patches [B, P, patch * patch * 3], as SigLIP 2's image processor makes
+    them; ``shapes`` [B, 2] are rows and columns, and patches that fill up a row of the batch are cut off."""
+    if not isinstance(patches, Tensor) or patches.ndim != 3 or shapes is None:
+        got = list(patches.shape) if isinstance(patches, Tensor) else type(patches).__name__
+        raise ShapeError(
+            f"pixel_values: SigLIP 2 takes patches [B, P, {3 * patch * patch}] with pixel_attention_mask and "
+            f"spatial_shapes, as its image processor makes them, got {got}."
+        )
+    rows, columns = (int(side) for side in shapes[0])
+    if not bool((shapes == shapes[0]).all()) or (mask is not None and not bool((mask.sum(1) == rows * columns).all())):
+        raise ShapeError(
+            f"spatial_shapes: a pruned model takes images of one shape at a time, got {shapes.tolist()}. Pass them one "
+            "by one, or in groups of a shape."
+        )
+    grid = patches[:, : rows * columns].unflatten(1, (rows, columns)).unflatten(3, (patch, patch, 3))
+    return grid.permute(0, 5, 1, 3, 2, 4).flatten(4, 5).flatten(2, 3)
+
+
 # Classes of transformers
 
 # The classes whose output the functions above make. Others of the same family (backbones of detectors, models with a
@@ -232,6 +276,7 @@ WHOLE = (
     "CLIPVisionModel",
     "CLIPVisionModelWithProjection",
     "SiglipVisionModel",
+    "Siglip2VisionModel",
     "Dinov2ForImageClassification",
     "Dinov2WithRegistersForImageClassification",
     "ViTForImageClassification",
@@ -239,6 +284,7 @@ WHOLE = (
     "DeiTForImageClassificationWithTeacher",
     "CLIPForImageClassification",
     "SiglipForImageClassification",
+    "Siglip2ForImageClassification",
     "DepthAnythingForDepthEstimation",
     "Dinov2",
     "TinyScenes",

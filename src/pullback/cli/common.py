@@ -19,6 +19,7 @@ from pullback.errors import HEAD, FileError, PullbackError, counted
 from pullback.report.console import console
 from pullback.report.progress import ProgressDisplay
 from pullback.report.wording import NO_FIGURES
+from pullback.runs.documents import PAGE
 from pullback.runs.files import check_folder
 from pullback.runs.folder import check_kind
 
@@ -98,11 +99,11 @@ def _is_option(hint: object) -> bool:
     return any(isinstance(part, OptionInfo) for part in getattr(hint, "__metadata__", ()))
 
 
-def kept(error: BaseException, count: int, unit: str) -> str:
-    """Write what is kept of a run that ends with this error, and that the same command goes on from there: it does,
-    unless the error comes again with the same command."""
+def kept(error: BaseException, count: int, unit: str, of: str = "") -> str:
+    """Write what is kept of a run that ends with this error, such as "3 images of L04", and that the same command goes
+    on from there: it does, unless the error comes again with the same command."""
     goes_on = isinstance(error, (KeyboardInterrupt, OSError, MemoryError))
-    return counted(count, unit) + ("; the same command goes on from there" if goes_on else "")
+    return counted(count, unit) + of + ("; the same command goes on from there" if goes_on else "")
 
 
 def _fail(message: str, progress: ProgressDisplay, out: Path | None, code: int) -> NoReturn:
@@ -139,6 +140,13 @@ def say(text: str, style: str = "", *, stderr: bool = False) -> None:
 def say_written(out: Path, files: Sequence[str], figures: Sequence[str]) -> None:
     """Print what a run has left in its folder, and why there are no figures if there are none."""
     say(f"written to {out}/: {', '.join([*files, *figures])}", "bold")
+    say_page(out, figures)
+
+
+def say_page(out: Path, figures: Sequence[str]) -> None:
+    """Print where the page of a run is, or why there are no figures if there are none."""
+    if PAGE in figures:
+        say(f"open {(out / PAGE).resolve().as_uri()}", "bold")
     if not figures:
         say(NO_FIGURES, "yellow")
 

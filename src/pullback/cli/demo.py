@@ -29,7 +29,7 @@ def demo(
                 screen.print()
             say(NOTE, "yellow")
         progress.stage("drawing figures")
-        figures = [drawing.draw(out / name) for name in (SCENES_FOLDER, *documents)]
+        figures = [drawing.draw(out / name, page=False) for name in (SCENES_FOLDER, *documents)]
         page = None
         if all(figures):
             progress.stage("writing the page")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from pullback.cli import options
-from pullback.cli.common import parse_layer, parse_size, running, say, say_written
+from pullback.cli.common import kept, parse_layer, parse_size, running, say, say_written
 from pullback.report.console import console, diagnosis_summary
 from pullback.report.drawing import Drawing
 from pullback.runs.documents import DIAGNOSIS, IMPORTANCE
@@ -50,7 +51,7 @@ def diagnose(
 ) -> None:
     """Find out whether a low-rank task metric exists, which tokens carry it, and how sure the numbers are."""
     with Drawing() as drawing, running(out, diagnose) as progress:
-        from pullback.geometry.folder import DiagnosisRequest, run_diagnosis
+        from pullback.geometry.folder import DiagnosisRequest, run_diagnosis, stopped_in
 
         request = DiagnosisRequest(
             model=model,
@@ -69,9 +70,13 @@ def diagnose(
         )
         try:
             document = run_diagnosis(request, out, progress, on_layer=progress.layer_done)
-        except Exception:
-            if progress.done:
-                drawing.draw(out)
+        except BaseException as error:
+            layer_stopped_in, count = stopped_in(out)
+            if count:
+                progress.done.append(kept(error, count, "image", f" of {layer_stopped_in}"))
+            if progress.done and isinstance(error, Exception):
+                with suppress(RuntimeError):  # what went wrong first is what matters
+                    drawing.draw(out)
             raise
         with progress.hidden():
             screen = console()

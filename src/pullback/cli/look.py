@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from pullback.cli import options
-from pullback.cli.common import parse_layer, parse_size, running, say
+from pullback.cli.common import parse_layer, parse_size, running, say, say_page
 
 
 def look(
@@ -54,11 +54,11 @@ def look(
         document = run_look(request, out, progress)
         progress.stage("drawing")
         drawn = draw_look(out)
-    *pictures, page = drawn
+    pictures = drawn[:-1]
     shown, skipped = len(pictures), document["skipped"]
     if document["found"] > shown + len(skipped):
         say(f"{shown} of {document['found']} images; --limit takes more", "yellow")
     for image in skipped:
         say(f"skipped {image['file']}: {image['reason']}", "yellow")
     say(f"written to {out}/: {', '.join(pictures)}", "bold")
-    say(f"open {(out / page).resolve().as_uri()}", "bold")
+    say_page(out, drawn)

@@ -8,9 +8,11 @@ from typing import Annotated
 import typer
 
 from pullback.cli import options
-from pullback.cli.common import PRUNE_VIEWS, parse_size, refuse_scenes, running, say
+from pullback.cli.common import PRUNE_VIEWS, parse_size, refuse_scenes, running, say, say_written
 from pullback.errors import PullbackError, counted, naming
 from pullback.registry import SCORES
+from pullback.report.drawing import Drawing
+from pullback.runs.documents import PLAN
 
 _SCORES = ", ".join(name for name, entry in SCORES.items() if not entry.needs)
 
@@ -40,11 +42,12 @@ def plan(
     ] = None,
 ) -> None:
     """Find which tokens to remove where, so that a budget of operations, time or error is met."""
-    with running(out, plan) as progress:
+    with Drawing() as drawing, running(out, plan) as progress:
         from pullback.learning.head import ImportanceHead
         from pullback.probes import load_probe
         from pullback.pruning import prune
         from pullback.pruning.budget import check_budget, plan_pruning
+        from pullback.pruning.planned import Asked, write_plan
         from pullback.pruning.scores import score_names
 
         budget = {"flops": flops, "milliseconds": milliseconds, "degradation": degradation}
@@ -63,7 +66,17 @@ def plan(
         read = probe.read_images(images, pixels, limit=limit)
         pictures = read.pixels.to(probe.device)
         progress.stage("trying plans")
-        forecast = plan_pruning(network, scores, pictures, **budget, stages=stages, batch=batch)
+        forecast = plan_pruning(
+            network,
+            scores,
+            pictures,
+            normalized=True,
+            flops=flops,
+            milliseconds=milliseconds,
+            degradation=degradation,
+            stages=stages,
+            batch=batch,
+        )
         tried = f"{counted(forecast.measured, 'plan')} tried on {counted(len(pictures), 'image')}"
         with progress.hidden():
             say(f"{forecast} ({tried})")
@@ -74,8 +87,12 @@ def plan(
             chosen = forecast.plan.stages
             pruned = prune(network, [scores[stage] for stage in chosen], ratio=forecast.plan.ratio, stages=chosen)
             pruned.save_pretrained(out)
+            asked = Asked(model, dict(named), budget, images=len(pictures), batch=batch)
+            write_plan(out, forecast, asked, probe.device)
+            progress.stage("drawing figures")
+            figures = drawing.draw(out)
     if out is not None:
-        say(f"written to {out}/", "bold")
+        say_written(out, ["the pruned model", PLAN], figures)
 
 
 def _pairs(text: str) -> list[tuple[int, str]]:

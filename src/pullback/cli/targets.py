@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -12,7 +11,6 @@ import typer
 from pullback.cli import options
 from pullback.cli.common import kept, load_any_probe, parse_size, refuse_scenes, running, say
 from pullback.errors import PullbackError, counted
-from pullback.report.progress import ProgressDisplay
 from pullback.runs.documents import layer_name
 
 if TYPE_CHECKING:
@@ -54,7 +52,10 @@ def targets(
     begun = time.perf_counter()
     with running(out, targets) as progress:
         refuse_scenes(model, "targets", "pb.targets_of(probe, probe.features(scenes))")
+        import torch
+
         from pullback.data.sources import open_source
+        from pullback.geometry.duration import announce
         from pullback.targets.compute import compute_targets
 
         pixels = parse_size(size)
@@ -64,6 +65,13 @@ def targets(
         progress.stage(f"loading {model}")
         place = "cpu" if engine == "ray" else device  # on a cluster the workers have the GPUs
         probe = load_any_probe(model, decoder, layer, place, distance)
+        name, expected = layer_name(probe.layer), _expected(source, limit, crops, before)
+        if engine == "local" and expected:
+            noise = torch.randn(1, 3, *probe.backbone.pixel_format(pixels).size)
+            announce(
+                progress, {name: (probe, expected)}, noise, rank, method, precision=precision, with_effective_rank=False
+            )
+        progress.work(name, expected, "images")
         try:
             store = compute_targets(
                 probe,
@@ -80,7 +88,7 @@ def targets(
                 shard_size=shard_size,
                 engine=engine,
                 workers=workers,
-                on_progress=_watch(progress, layer_name(probe.layer), _expected(source, limit, crops, before)),
+                on_progress=progress.advance,
             )
         except BaseException as error:
             if (rows := _rows(out)) > (before if isinstance(error, PullbackError) else 0):
@@ -105,22 +113,6 @@ def _expected(source: Source, limit: int | None, crops: int, before: int) -> int
     if source.count is None:
         return None
     return max(0, min(source.count, limit or source.count) * max(1, crops) - before)
-
-
-def _watch(progress: ProgressDisplay, name: str, expected: int | None) -> Callable[[int], None]:
-    """Show a bar where the number of rows is known, a growing count where it is not."""
-    done = 0
-
-    def count(rows: int) -> None:
-        nonlocal done
-        done += rows
-        progress.stage(f"targets at {name}: {counted(done, 'row')}")
-
-    if expected is None:
-        progress.stage(f"targets at {name}")
-        return count
-    progress.work(name, expected, "images")
-    return progress.advance
 
 
 def _print_summary(store: TargetStore, before: int, seconds: float) -> None:

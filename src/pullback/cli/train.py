@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from pullback.cli import options
-from pullback.cli.common import load_any_probe, parse_size, refuse_scenes, running, say
+from pullback.cli.common import load_any_probe, parse_size, refuse_scenes, running, say, say_page
 from pullback.errors import PullbackError, naming
+from pullback.report.drawing import Drawing
 from pullback.report.progress import ProgressDisplay
 
 if TYPE_CHECKING:
@@ -247,3 +248,5 @@ def _finish(model: Pretrained, out: Path) -> None:
     for name, value in model.config.scores.items():
         say(f"{name.replace('_', ' ')}: {value:.4g}")
     say(f"written to {folder}/", "bold")
+    with Drawing() as drawing:
+        say_page(out, drawing.draw(out))

@@ -22,8 +22,9 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from pullback.data.images import PixelFormat, Unusable, centre_crop, to_rgb, upright
-from pullback.errors import PullbackError
+from pullback.checks import of_kind
+from pullback.data.images import PixelFormat, Unusable, centre_crop, reason_of, to_rgb, upright
+from pullback.errors import ImageError, PullbackError
 
 SCALE = (0.35, 1.0)
 """Share of the picture's area that a crop covers."""
@@ -80,10 +81,18 @@ def item_seed(seed: int, key: str, index: int) -> int:
 
 def read_crop(data: bytes, crop: Crop | None, wanted: PixelFormat) -> Tensor:
     """Decode an image and cut ``crop`` out of it, [3, H, W]; None gives the centre crop of `read_images`."""
-    if crop is None:
-        return wanted.tensor(centre_crop(_stream(data), wanted))
-    with upright(_stream(data)) as image:
-        return _cut(to_rgb(image), crop, wanted)
+    of_kind("data", data, (bytes, bytearray, memoryview), "the bytes of an image file", ImageError)
+    try:
+        if crop is None:
+            return _centre(data, wanted)
+        with upright(_stream(data)) as image:
+            return _cut(to_rgb(image), crop, wanted)
+    except Exception as error:  # on a damaged file Pillow's decoders raise nearly anything
+        raise ImageError(f"data: {reason_of(error)}.") from None
+
+
+def _centre(data: bytes, wanted: PixelFormat) -> Tensor:
+    return wanted.tensor(centre_crop(_stream(data), wanted))
 
 
 def read_crops(
@@ -91,11 +100,11 @@ def read_crops(
 ) -> list[tuple[Crop | None, Tensor]]:
     """Draw and cut several crops of one image, which is decoded once. Number 0 is the plain image, without a crop."""
     if list(indices) == [0]:
-        return [(None, read_crop(data, None, wanted))]
+        return [(None, _centre(data, wanted))]
     with upright(_stream(data)) as image:
         rgb = to_rgb(image)
     crops = [random_crop(rgb.width, rgb.height, seed=seed, key=key, index=i) if i else None for i in indices]
-    return [(c, read_crop(data, None, wanted) if c is None else _cut(rgb, c, wanted)) for c in crops]
+    return [(c, _centre(data, wanted) if c is None else _cut(rgb, c, wanted)) for c in crops]
 
 
 def _cut(rgb: Image.Image, crop: Crop, wanted: PixelFormat) -> Tensor:

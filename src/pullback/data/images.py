@@ -16,14 +16,14 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import BinaryIO, Protocol, TypeAlias, runtime_checkable
+from typing import Any, BinaryIO, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
-from pullback.checks import shown, whole_number
+from pullback.checks import of_kind, shown, whole_number
 from pullback.errors import ImageError, counted
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
@@ -60,11 +60,11 @@ class PixelFormat:
         interpolation: str = "bicubic",
     ) -> PixelFormat:
         """Check the values and build the format; an int ``size`` is the side of a square."""
-        if not hasattr(Image.Resampling, interpolation.upper()):
+        if not isinstance(interpolation, str) or not hasattr(Image.Resampling, interpolation.upper()):
             names = ", ".join(choice.name.lower() for choice in Image.Resampling)
             raise ImageError(f"interpolation={interpolation!r}: expected one of {names}.")
-        if len(mean) != 3 or len(std) != 3 or min(std) <= 0:
-            raise ImageError(f"mean={tuple(mean)}, std={tuple(std)}: expected three numbers each, std positive.")
+        if not _three_numbers(mean) or not _three_numbers(std) or min(std) <= 0:
+            raise ImageError(f"mean={shown(mean)}, std={shown(std)}: expected three numbers each, std positive.")
         return cls(checked_size(size), tuple(mean), tuple(std), interpolation)
 
     @property
@@ -251,10 +251,9 @@ def search_images(path: ImageSource) -> FoundImages:
 
 def as_paths(path: ImageSource) -> list[PathLike]:
     """Return one path, or several, as a list; refuse what is no path."""
-    if isinstance(path, str | os.PathLike):
-        return [path]
-    paths = list(path) if isinstance(path, Iterable) else [path]
-    wrong = [part for part in paths if not isinstance(part, str | os.PathLike)]
+    one = isinstance(path, str | os.PathLike) or not isinstance(path, Iterable)
+    paths: list[Any] = [path] if one else list(path)  # type: ignore[arg-type]
+    wrong = [part for part in paths if not isinstance(part, str | os.PathLike) or os.fspath(part) == ""]
     if wrong:
         raise ImageError(f"path: expected a file, a folder, a glob or a list of these, got {shown(wrong[0])}.")
     return paths
@@ -357,14 +356,9 @@ def reason_of(error: Exception) -> str:
 def centre_crop(file: Path | BinaryIO | Image.Image, wanted: PixelFormat) -> Image.Image:
     """Open an image, turn it upright, convert it to RGB, resize and crop; its size is checked before decoding."""
     with upright(file) as image:
-        return crop_picture(image, wanted)
-
-
-def crop_picture(image: Image.Image, wanted: PixelFormat) -> Image.Image:
-    """Convert a picture to RGB, resize it to just cover the wanted size, and crop its centre."""
-    scaled = _scaled_size(image.width, image.height, wanted.size)
-    _check_pixels(*scaled, "would have, once resized,")
-    rgb = to_rgb(image)
+        scaled = _scaled_size(image.width, image.height, wanted.size)
+        _check_pixels(*scaled, "would have, once resized,")
+        rgb = to_rgb(image)
     if rgb.size != scaled:
         rgb = rgb.resize(scaled, wanted.resample)
     height, width = wanted.size
@@ -419,8 +413,17 @@ def to_tensor(rgb: Image.Image) -> Tensor:
 
 def normalised(rgb: Tensor, mean: Sequence[float] = IMAGENET_MEAN, std: Sequence[float] = IMAGENET_STD) -> Tensor:
     """Subtract the mean of pictures [..., 3, H, W] in [0, 1] and divide by std, ImageNet's unless told otherwise."""
+    of_kind("rgb", rgb, Tensor, "pictures [..., 3, H, W] in [0, 1] as a tensor", ImageError)
+    if not rgb.is_floating_point():
+        raise ImageError(f"rgb: expected floats in [0, 1], got {rgb.dtype}. Of uint8 use rgb / 255.")
+    if rgb.ndim < 3 or rgb.shape[-3] != 3:
+        raise ImageError(f"rgb: expected [..., 3, H, W], got {list(rgb.shape)}.")
     centre, spread = (rgb.new_tensor(values).view(3, 1, 1) for values in (mean, std))
     return (rgb - centre) / spread
+
+
+def _three_numbers(values: object) -> bool:
+    return isinstance(values, Sequence) and len(values) == 3 and all(isinstance(v, int | float) for v in values)
 
 
 def checked_size(size: int | tuple[int, int]) -> tuple[int, int]:

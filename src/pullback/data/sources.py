@@ -122,9 +122,10 @@ def open_source(path: ImageSource | Source) -> Source:
     """
     if isinstance(path, Source):
         return path
+    paths = [os.fspath(part) for part in as_paths(path)]
     if not isinstance(path, str | os.PathLike):
-        return _several([os.fspath(part) for part in as_paths(path)])
-    name = os.fspath(path)
+        return _several(paths)
+    name = paths[0]
     if name.startswith(HF):
         return _hugging_face(name)
     name = str(Path(name))  # the same with and without a slash at its end

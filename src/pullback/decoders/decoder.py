@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from pullback.backbones import TokenMap
+from pullback.checks import shown
 from pullback.decoders.identity import check_version, identity_of
-from pullback.errors import DecoderError
+from pullback.errors import DecoderError, PullbackError
+from pullback.operators.execution import is_too_large
 from pullback.tokens import TokenLayout
 
 # the taps [B, n, D] of each layer that is read, in the order of `layers`, and where their tokens sit -> [B, ...]
@@ -43,6 +45,8 @@ class Decoder:
                 f"layers: expected a tuple of block indices, such as (11,), for decoder {self.name!r}, got "
                 f"{self.layers!r}."
             )
+        if not callable(self.decode):
+            raise DecoderError(f"decode: expected a function of the taps and their layout, got {shown(self.decode)}.")
         check_version(self.version)
 
     def identity(self, model: nn.Module) -> str:
@@ -72,4 +76,19 @@ class Decoder:
         This is the only place where a norm and a decoder follow each other: ``norm`` is that of the backbone, or
         `backbones.unchanged` where the taps have passed it already.
         """
-        return self.decode([self.read(tap, norm) for tap in taps], layout)
+        seen = [self.read(tap, norm) for tap in taps]
+        try:
+            return self.decode(seen, layout)
+        except Exception as error:  # of a function that we do not know, but for errors that speak for themselves
+            if isinstance(error, PullbackError) or is_too_large(error):
+                raise
+            raise DecoderError(self._failure(seen, error)) from error
+
+    def _failure(self, seen: Sequence[Tensor], error: Exception) -> str:
+        shapes = ", ".join(str(list(tap.shape)) for tap in seen)
+        reason = (str(error).strip().splitlines() or [""])[0][:300].rstrip(".")
+        return (
+            f"decoder: {self.name!r} failed on tokens {shapes} in {seen[0].dtype}: {type(error).__name__}: {reason}. "
+            "A decoder gets the tokens [B, N, D] in the dtype of the model; a head that reads a map [B, D, h, w], such "
+            "as a convolution, is wrapped: pb.PatchGrid(head)."
+        )

@@ -78,7 +78,7 @@ def task_distance(choice: str | TaskDistance | None) -> TaskDistance | None:
     """A task distance by name, or the function itself."""
     if choice is None or callable(choice):
         return choice
-    if choice not in DISTANCES:
+    if not isinstance(choice, str) or choice not in DISTANCES:
         raise DecoderError(f"distance: expected one of {', '.join(DISTANCES)}, a function or None, got {choice!r}.")
     return DISTANCES[choice]
 
@@ -92,6 +92,8 @@ that it does not fit (`CameraMetric`); a probe calls it when it is made."""
 
 def check_metric(metric: OutputMetric | None, decoder: str, *, distance: bool) -> None:
     """Let a metric refuse the decoder, or a task distance behind it."""
+    if metric is not None and not isinstance(metric, Tensor) and not callable(metric):
+        raise DecoderError(f"output_metric: expected a factor L as a tensor, got {type(metric).__name__}.")
     check = getattr(metric, "check", None)
     if check is not None:
         check(decoder, distance=distance)

@@ -53,7 +53,7 @@ def patch_mean(backbone: Backbone) -> Decoder:
 def pool(backbone: Backbone) -> Decoder:
     """The model's own pooling head: attention pooling (SigLIP) or a dense layer on the class token (ViT, DeiT)."""
     last = (backbone.depth - 1,)
-    head = pooling_head(backbone) if backbone.family == "siglip" else None
+    head = pooling_head(backbone) if backbone.family.startswith("siglip") else None
     if head is not None:
         return Decoder("pool", last, lambda taps, layout: attention_pool(head, taps[0]))
     pooler = getattr(backbone.model, "pooler", None)
@@ -68,7 +68,7 @@ def logits(backbone: Backbone, number: str | None = None) -> Decoder:
     The classifier is that of the model, or lies beside the weights that it was loaded from.
     """
     found = backbone.classifier or stored_classifier(backbone)
-    if found is None:
+    if found is None or found.classes is None:
         raise DecoderError(
             f"decoder: {backbone.name} has no classifier. 'logits' needs a *ForImageClassification model, or the "
             "folder or hub id of one."
@@ -76,7 +76,7 @@ def logits(backbone: Backbone, number: str | None = None) -> Decoder:
     name, chosen = "logits", slice(None)
     if number is not None:
         name, chosen = f"logit-{int(number)}", slice(int(number), int(number) + 1)
-        if found.classes is not None and int(number) >= found.classes:
+        if int(number) >= found.classes:
             raise DecoderError(
                 f"decoder: expected logit-0 to logit-{found.classes - 1}, because {backbone.name} has {found.classes} "
                 f"classes, got {name!r}."

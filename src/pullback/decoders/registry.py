@@ -8,6 +8,7 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from pullback.backbones import AnyBackbone, check_evaluation_mode
+from pullback.checks import shown
 from pullback.decoders.decoder import Decoder
 from pullback.decoders.dense import PatchGrid, on_patch_grid
 from pullback.decoders.identity import name_of
@@ -33,8 +34,16 @@ def build_decoder(choice: DecoderChoice, backbone: AnyBackbone, *, pose_derivati
     if backbone.views:
         raise _unknown(choice, backbone)
     head = choice.head if isinstance(choice, PatchGrid) else choice
+    if isinstance(head, type) or not callable(head):
+        raise DecoderError(f"decoder: expected a function or a module that was made, got {shown(head)}.")
     if isinstance(head, nn.Module):
         check_evaluation_mode(head, "decoder")
+    first = head[0] if isinstance(head, nn.Sequential) and len(head) else head
+    if head is choice and isinstance(first, nn.Conv2d | nn.ConvTranspose2d):
+        raise DecoderError(
+            f"decoder: a {type(first).__name__} reads a map [B, D, h, w], but a decoder gets tokens [B, N, D]. Wrap "
+            "it: decoder=pb.PatchGrid(head)."
+        )
     if isinstance(choice, PatchGrid):
         return on_patch_grid(backbone, choice)
     return Decoder(name_of(choice), (backbone.depth - 1,), lambda taps, layout: choice(taps[0]), source=choice)
@@ -69,4 +78,4 @@ def _no_choice(pose_derivative: str) -> DecoderError:
 def _unknown(choice: object, backbone: AnyBackbone) -> DecoderError:
     names = ", ".join(entry.name for entry in decoders_for(backbone.family))
     other = "a Decoder of the taps" if backbone.views else "a function"
-    return DecoderError(f"decoder: expected one of {names}, or {other}, for {backbone.name}, got {choice!r}.")
+    return DecoderError(f"decoder: expected one of {names}, or {other}, for {backbone.name}, got {shown(choice)}.")

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from pullback.checks import shown, whole_number
 from pullback.errors import PullbackError
 
 _WARM_UP = 2
@@ -34,6 +35,7 @@ def flops(function: Callable[[], Any]) -> int:
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
 
+    _check_function(function)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         function()
     return int(counter.get_total_flops())
@@ -47,14 +49,20 @@ def milliseconds(function: Callable[[], Any], device: torch.device | str, rounds
 @torch.no_grad()
 def race(functions: Sequence[Callable[[], Any]], device: torch.device | str, rounds: int = 20) -> list[Timing]:
     """Time several calls in turn, round by round: a machine that slows down, slows down all of them."""
-    if rounds < 1:
-        raise PullbackError(f"rounds: expected at least 1, got {rounds}.")
+    whole_number("rounds", rounds, expected="at least 1, a whole number")
+    for function in functions:
+        _check_function(function)
     place = torch.device(device)
     for function in functions:
         for _ in range(_WARM_UP):
             function()
     measured = [[_once(function, place) for function in functions] for _ in range(rounds)]
     return [_timing(np.array(column)) for column in zip(*measured, strict=True)]
+
+
+def _check_function(function: Any) -> None:
+    if not callable(function):
+        raise PullbackError(f"function: expected one without arguments, lambda: model(images), got {shown(function)}.")
 
 
 def _once(function: Callable[[], Any], device: torch.device) -> float:

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from pullback.checks import finite_number, of_kind
 from pullback.errors import PullbackError, ShapeError
 from pullback.runs.rows import finite
 
@@ -102,7 +103,7 @@ def relative_l2(pruned: Tensor, full: Tensor) -> Tensor:
 
 def silog(pruned: Tensor, full: Tensor, *, weight: float = 1.0) -> SilogErrors:
     """Return the scale-invariant log error of depths [B, ...]; ``weight`` is lambda: 1 ignores a common factor."""
-    if not 0 <= weight <= 1:
+    if not 0 <= finite_number("weight", weight, expected="lambda between 0 and 1") <= 1:
         raise PullbackError(f"weight: expected lambda between 0 and 1, got {weight}.")
     a, b = _pair(pruned, full)
     floor = LOG_FLOOR * _middle(b)
@@ -126,6 +127,8 @@ def _unit(values: Tensor) -> Tensor:
 
 def _pair(pruned: Tensor, full: Tensor) -> tuple[Tensor, Tensor]:
     """Return both as float64 [B, M]."""
+    for values in (pruned, full):
+        of_kind("pruned, full", values, Tensor, "two tensors of one shape [B, ...]", ShapeError)
     if pruned.shape != full.shape or pruned.ndim < 2:
         raise ShapeError(
             f"pruned, full: expected one shape [B, ...], got {list(pruned.shape)} and {list(full.shape)}. Compare the "

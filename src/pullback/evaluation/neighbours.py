@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pullback.checks import whole_number
 from pullback.errors import PullbackError, counted
 
 NEIGHBOURS, TEMPERATURE = 20, 0.07
@@ -28,6 +29,9 @@ def vote(
 
     Nearest by cosine; a vote weighs exp(cosine / temperature).
     """
+    whole_number("k", k)
+    if len(labels) != len(bank):
+        raise PullbackError(f"labels: expected one for each of the {len(bank)} rows of the bank, got {len(labels)}.")
     similarity = F.normalize(queries, dim=1) @ F.normalize(bank, dim=1).T
     nearest = similarity.topk(min(k, len(bank)), dim=1)
     votes = F.one_hot(labels[nearest.indices], int(labels.max()) + 1) * (nearest.values / temperature).exp()[..., None]

@@ -5,11 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pullback.checks import of_kind
 from pullback.errors import ShapeError
 
 
 def spearman(a: Tensor, b: Tensor) -> Tensor:
     """Spearman's rho of each row of a and b [B, N] -> [B]; NaN for a row that is constant or holds a NaN."""
+    for values in (a, b):
+        of_kind("a, b", values, Tensor, "two tensors of one shape [B, N]", ShapeError)
     if a.shape != b.shape:
         raise ShapeError(f"a, b: expected one shape [B, N], got {list(a.shape)} and {list(b.shape)}.")
     x, y = (_centred(ranks(values)) for values in (a, b))

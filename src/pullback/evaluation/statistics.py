@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pullback.checks import of_kind
 from pullback.errors import PullbackError, ShapeError
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ def compare_paired(
     resamples: int = RESAMPLES,
 ) -> PairedComparison:
     """Compare first [n] with second [n], image by image."""
+    of_kind("generator", generator, np.random.Generator, "a generator of numpy, such as numpy.random.default_rng(0)")
     a, b = _checked("first", first), _checked("second", second)
     interval = bootstrap_mean(_differences(a, b), generator=generator, level=level, resamples=resamples)
     return PairedComparison(interval, wilcoxon_p(a, b), len(a))

@@ -58,7 +58,7 @@ def run_demo(
             seed=seed,
             convergence_samples=0,  # the table of power iteration would cost as much as one or two more scenes
         )
-        documents[decoder] = run_diagnosis(request, out / decoder, progress, batch=batch, on_layer=on_layer)
+        documents[decoder] = run_diagnosis(request, out / decoder, progress, batch=batch, on_layer=on_layer, anew=True)
     progress.stage("predicting depth")
     write_scenes(scenes, batch, out)
     return documents

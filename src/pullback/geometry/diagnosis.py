@@ -11,15 +11,15 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from pullback.checks import whole_number
+from pullback.checks import callable_or_none, of_kind, whole_number
 from pullback.data.pictures import Pictures
-from pullback.errors import RankError
+from pullback.errors import PullbackError, RankError
 from pullback.geometry.regimes import THRESHOLDS, Regime, Thresholds, Verdict, judge, looks_random
 from pullback.geometry.spectrum import Probe, Sketched, as_token_maps, features_of, output_size, sketch_in_batches
 from pullback.geometry.summary import Summary, summarize
@@ -55,7 +55,7 @@ class Part:
     first: int
     samples: tuple[SampleDiagnosis, ...]
     importance: Tensor  # [b, N] on the CPU, imp* of every token at the first rank
-    convergence: tuple[ConvergenceRow, ...]  # of those samples that have one
+    convergence: tuple[ConvergenceRow, ...]  # of those samples that have one, on the CPU
     method: str
     products: ProductCount  # of these samples together
     seconds: float
@@ -185,8 +185,10 @@ class Tractability:
         followed = patches or verdict
         sentences.append(followed.regime.advice)
         if followed.could_be:
-            names = " or ".join(map(str, followed.could_be))
-            sentences.append(f"Within two standard errors it could also be {names}: more {self._unit}s would tell.")
+            names, where = " or ".join(map(str, followed.could_be)), "" if patches is None else " over patches"
+            sentences.append(
+                f"Within two standard errors it could also be {names}{where}: more {self._unit}s would tell."
+            )
         return " ".join(sentences)
 
     @property
@@ -223,6 +225,10 @@ class Tractability:
         )
 
 
+KNOBS = {"power_iters", "sketch_width", "rayleigh_ritz", "num_probes", "lanczos_steps", "slq_probes", "max_depth"}
+"""Arguments of `randnla.sketch` that `diagnose` passes on."""
+
+
 def diagnose(
     probe: Probe,
     images: Pictures,
@@ -250,6 +256,13 @@ def diagnose(
     ends with the same numbers. Other ``knobs`` go to `randnla.sketch`.
     """
     ranks = _checked_ranks(rank)
+    whole_number("convergence_samples", convergence_samples, least=0)
+    of_kind("thresholds", thresholds, Thresholds, "a Thresholds of pullback.geometry")
+    callable_or_none("on_progress", on_progress)
+    for name in sorted(set(knobs) - KNOBS):
+        raise PullbackError(
+            f"{name}: diagnose has no such argument. Besides its own it takes {', '.join(sorted(KNOBS))}."
+        )
     begun = time.perf_counter()
     features = features_of(probe, images, normalized)
     rows, inputs = output_size(probe, features), features[0].numel()
@@ -334,7 +347,11 @@ def _convergence(
     if part.sketch.method == "paper":  # unconverged modes cannot judge convergence
         reference = block_krylov(operator, rank, rtol=1e-4, streams=other).right
     table = convergence_table(operator, reference, part.sketch.total.value[: operator.batch], streams=start)
-    return table, operator.products
+    on_cpu = [
+        replace(row, alignment_error=row.alignment_error.cpu(), gradient_signal_ratio=row.gradient_signal_ratio.cpu())
+        for row in table
+    ]
+    return tuple(on_cpu), operator.products
 
 
 def _diagnose_batch(

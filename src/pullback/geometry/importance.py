@@ -19,7 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pullback.errors import PullbackError, RankError, ShapeError
+from pullback.checks import whole_number
+from pullback.errors import RankError, ShapeError
 from pullback.operators import LinearOperator
 from pullback.randnla import Estimate, OutputSpace, Streams
 from pullback.randnla.orthonormal import gram, orthonormalize
@@ -45,8 +46,7 @@ def block_norms(
 
     ``known``: output directions whose part is exact; the estimate is unbiased if they do not depend on these probes.
     """
-    if num_probes < 2:
-        raise PullbackError(f"num_probes: expected at least 2, for an error bar, got {num_probes}.")
+    whole_number("num_probes", num_probes, least=2, expected="at least 2, for an error bar")
     _check_tokens(tokens, op.cols)
     probes = streams.rademacher(op.rows, num_probes, op.dtype).to(op.device)
     pulled = op.T @ probes

@@ -150,7 +150,7 @@ def _default_layers(depth: int, decoders: int) -> Sequence[int]:
 
 def _energies(probe: ProbeMap, image: Tensor, request: LookRequest, place: int) -> tuple[np.ndarray, float, bool]:
     """Return |J_:,t|_F^2 [N] of one image, its mean relative error, and whether it is exact."""
-    features = probe.features(image)
+    features = probe.features(image, normalized=True)
     operator, tokens = JacobianOperator(probe, features), features.shape[1]
     if operator.rows <= request.num_probes:
         energy, error = block_energies(operator, tokens)[0], 0.0

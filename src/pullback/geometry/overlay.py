@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 from torch import Tensor
 
 from pullback.backbones.backbone import Size
-from pullback.data.images import Unusable, crop_picture
-from pullback.errors import ImageError, PullbackError, ShapeError
+from pullback.data.pictures import Picture, as_pixels
+from pullback.errors import ImageError, PullbackError, ShapeError, naming
 from pullback.probes import ProbeMap
 from pullback.tokens import TokenLayout
 
@@ -28,7 +28,7 @@ _NO_VIEWS = (
 
 
 def overlay(
-    image: str | os.PathLike[str] | Image.Image | Tensor,
+    image: str | os.PathLike[str] | Picture,
     importance: Importance,
     probe: ProbeMap,
     *,
@@ -40,7 +40,7 @@ def overlay(
         importance = pb.token_importance(pb.spectrum(probe, probe.load_images("cat.jpg"), rank=10))
         pb.overlay("cat.jpg", importance, probe).save("importance.png")
 
-    ``image``: a path, a PIL image, or what went into the probe, normalised, [3, H, W] or [1, 3, H, W].
+    ``image``: a path, or one picture in any form that `ProbeMap.features` takes.
     ``importance``: a number from 0 up for each token, [N] or [1, N], as `token_importance` or a head returns it; the
     class token and registers are dropped, since they have no place in the picture. Colours are logarithmic, from black
     through red to light yellow, and stand for the square of a patch's importance over its mean. ``size``: that of the
@@ -92,47 +92,23 @@ def _energy(importance: object) -> Tensor:
 
 
 def _seen(
-    image: str | os.PathLike[str] | Image.Image | Tensor, tokens: int, probe: ProbeMap, size: Size
+    image: str | os.PathLike[str] | Picture, tokens: int, probe: ProbeMap, size: Size
 ) -> tuple[np.ndarray, TokenLayout]:
     """Return the crop that the probe saw, uint8 [H, W, 3], and where its tokens sit."""
-    if isinstance(image, Tensor):
-        pixels = _normalised(image)
-    elif isinstance(image, Image.Image | str | os.PathLike):
+    if not isinstance(image, Tensor):
         probe.backbone.check_size(size)
         size = _side(tokens, probe) if size is None else size
-        pixels = _cropped(image, probe, size) if isinstance(image, Image.Image) else probe.load_images(image, size)
+    if isinstance(image, str | os.PathLike):
+        pixels = probe.load_images(image, size)
     else:
-        raise ImageError(f"image: expected a path, a PIL image or a tensor [3, H, W], got {type(image).__name__}.")
+        with naming("image"):
+            pixels = as_pixels(image, probe.pixel_format(size), normalized=True).detach().cpu().float()
     if len(pixels) != 1:
-        raise ImageError(f"image: expected one image, got {len(pixels)} in {image}. Pass one file at a time.")
+        raise ImageError(
+            f"image: expected one image, got {len(pixels)}. Pass one at a time: images[0] with importance[0]."
+        )
     rgb = probe.pixel_format().rgb(pixels[0])
     return (rgb * 255).round().to(torch.uint8).permute(1, 2, 0).numpy(), probe.backbone.token_layout(pixels)
-
-
-def _cropped(image: Image.Image, probe: ProbeMap, size: Size) -> Tensor:
-    """Crop a picture as a file with it would be, [1, 3, H, W]."""
-    wanted = probe.pixel_format(size)
-    try:
-        return wanted.tensor(crop_picture(ImageOps.exif_transpose(image), wanted))[None]
-    except Unusable as error:
-        raise ImageError(f"image: {error}.") from None
-
-
-def _normalised(image: Tensor) -> Tensor:
-    """Return the pixels of one image as [1, 3, H, W], float32 on the CPU."""
-    pixels = image[None] if image.ndim == 3 else image
-    if pixels.ndim != 4 or len(pixels) != 1 or pixels.shape[1] != 3:
-        raise ImageError(
-            f"image: expected one image, [3, H, W] or [1, 3, H, W], got {list(image.shape)}. Of a batch, pass "
-            "images[0] with importance[0]."
-        )
-    if not pixels.is_floating_point():
-        kind = str(image.dtype).removeprefix("torch.")
-        raise ImageError(
-            f"image: expected a normalised tensor, as probe.load_images returns it, got {kind}. Pass the path, or a "
-            "PIL image: Image.fromarray(array)."
-        )
-    return pixels.detach().cpu().float()
 
 
 def _side(tokens: int, probe: ProbeMap) -> Size:

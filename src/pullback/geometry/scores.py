@@ -17,7 +17,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pullback.errors import DecoderError, PullbackError, ShapeError
+from pullback.checks import whole_number
+from pullback.errors import DecoderError, PullbackError, RankError, ShapeError
 from pullback.geometry.importance import block_norms
 from pullback.geometry.spectrum import as_token_maps, finite_products, in_batches, samples_that_fit
 from pullback.operators import JacobianOperator, LinearOperator, LowRankMetric, check_sensitive
@@ -115,8 +116,9 @@ def block_energies(op: LinearOperator, tokens: int) -> Tensor:
 def _metric(
     probe: ProbeMap, rank: int, method: str, rtol: float, seed: int
 ) -> Callable[[Tensor, Context], LowRankMetric]:
-    choose_method(method, 1, 1, rank)  # refuses unknown names before anything is computed
     _check_probe(probe)
+    whole_number("rank", rank, error=RankError)
+    choose_method(method, 1, 1, rank)  # refuses unknown names before anything is computed
 
     def metric_at(tokens: Tensor, context: Context) -> LowRankMetric:
         def work(op: JacobianOperator, shape: torch.Size, streams: Streams) -> tuple[Tensor, Tensor]:

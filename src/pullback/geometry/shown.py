@@ -62,7 +62,7 @@ def shown_report(report: Tractability) -> Shown:
         layer={**layer, "layer": ""},
         energy=lambda: _energy(report.importance, report.token_layout),
         facts={
-            "samples": wording.counted(len(report.samples), unit),
+            "samples": wording.counted(len(report.samples), unit) + wording.no_error(len(report.samples), unit),
             f"captured energy κ({layer['rank_used']})": wording.percent(layer["kappa"]),
             "rank for 90 % of it": wording.lower_bound(layer["r90"]),
             "effective rank": wording.plus_minus(layer["r_eff_slq"]["mean"], layer["r_eff_slq"]["se"]),

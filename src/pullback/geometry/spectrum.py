@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from pullback.checks import shown, whole_number
+from pullback.checks import callable_or_none, shown, whole_number
 from pullback.data.pictures import Pictures
-from pullback.errors import ImageError, PullbackError
+from pullback.errors import ImageError, PullbackError, RankError
 from pullback.operators import JacobianOperator, LowRankMetric, ProductCount, check_sensitive
 from pullback.operators.execution import free_bytes, is_too_large
 from pullback.randnla import Estimate, Sketch, Streams, sketch
@@ -97,6 +97,8 @@ def spectrum(
     ``method``: "auto" (the cheaper of exact and krylov), "exact", "krylov", or "paper" (Algorithm 2 literally, with
     ``power_iters`` and ``sketch_width``; with ``rayleigh_ritz`` its better twin). ``rtol`` asks for smaller error bars.
     """
+    whole_number("rank", rank, least=None, error=RankError)
+    callable_or_none("on_progress", on_progress)
     features = features_of(probe, images, normalized)
     done: list[Sketch] = []
     for part in sketch_in_batches(

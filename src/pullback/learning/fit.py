@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from pullback.checks import finite_number, whole_number
 from pullback.errors import FileError, PullbackError
 from pullback.learning.pretrained import CHECKPOINT, Pretrained
 from pullback.randnla import Streams
@@ -79,10 +80,15 @@ class FitConfig(StepConfig):
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "validate_every"):
-            if getattr(self, name) < 1:
-                raise PullbackError(f"{name}: expected at least 1, got {getattr(self, name)}.")
-        if self.patience is not None and self.patience < 1:
-            raise PullbackError(f"patience: expected at least 1 validation, or None for no limit, got {self.patience}.")
+            whole_number(name, getattr(self, name), expected="at least 1, a whole number")
+        if self.patience is not None:
+            whole_number("patience", self.patience, expected="at least 1 validation, or None for no limit")
+        whole_number("warmup", self.warmup, least=0)
+        whole_number("seed", self.seed, least=None)
+        for name in ("learning_rate", "weight_decay", "clip", "ema"):
+            finite_number(name, getattr(self, name), least=0, expected="a number that is not negative")
+        if self.ema >= 1:
+            raise PullbackError(f"ema: expected a share below 1, got {self.ema}.")
         if self.precision not in PRECISIONS:
             raise PullbackError(f"precision: expected one of {', '.join(PRECISIONS)}, got {self.precision!r}.")
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pullback.checks import of_kind, whole_number
 from pullback.errors import ModelError, ShapeError
 from pullback.learning.pretrained import Origin, Pretrained
 
@@ -45,9 +46,9 @@ class ImportanceHead(Pretrained):
         self, dim: int, width: int = 256, heads: int = 4, rounds: int = 1, *, config: HeadConfig | None = None
     ) -> None:
         super().__init__()
-        if rounds < 1:
-            raise ModelError(f"rounds: expected at least 1, got {rounds}.")
-        if min(width, heads) < 1 or width % 4 or (width // 4) % heads:
+        for name, size in {"dim": dim, "width": width, "heads": heads, "rounds": rounds}.items():
+            whole_number(name, size, expected="at least 1, a whole number", error=ModelError)
+        if width % 4 or (width // 4) % heads:
             raise ModelError(f"width, heads: expected width / 4 to be a multiple of heads, got {width} and {heads}.")
         self.config = config or HeadConfig(dim, width, heads, rounds=rounds)
         self.project = nn.Linear(dim, width)
@@ -93,6 +94,7 @@ class ImportanceHead(Pretrained):
 
     def state(self, features: Tensor) -> Tensor:
         """Return what the last MLP reads of every token: [B, N, H]."""
+        of_kind("features", features, Tensor, f"[B, N, {self.config.dim}]", ShapeError)
         if features.ndim != 3 or features.shape[-1] != self.config.dim:
             raise ShapeError(f"features: expected [B, N, {self.config.dim}], got {list(features.shape)}.")
         x = self.project(features.to(self.project.weight.dtype))

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from pullback.backbones.loading import fetched_file, first_line
+from pullback.checks import of_kind
 from pullback.errors import DamagedModelError, ModelError
 from pullback.runs.files import CONFIG, WEIGHTS, write_network, write_text
 
@@ -90,6 +91,7 @@ class Pretrained(nn.Module):
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 
+        of_kind("name", name, (str, Path), "a folder or a hub id", ModelError)
         name = model_folder(name)
         document = _document(str(name))
         if document.get("kind") != cls.kind:

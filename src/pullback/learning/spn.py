@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pullback.checks import of_kind, whole_number
 from pullback.errors import ModelError, RankError, ShapeError
 from pullback.learning.head import attend, inverse_softplus, standardise_inputs
 from pullback.learning.pretrained import Origin, Pretrained
@@ -56,7 +57,11 @@ class SpectralPullbackNetwork(Pretrained):
         config: SpnConfig | None = None,
     ) -> None:
         super().__init__()
-        if min(width, heads) < 1 or width % heads:
+        for name, size in {"dim": dim, "rank": rank, "width": width, "heads": heads, "blocks": blocks}.items():
+            whole_number(
+                name, size, expected="at least 1, a whole number", error=RankError if name == "rank" else ModelError
+            )
+        if width % heads:
             raise ModelError(f"width, heads: expected width to be a multiple of heads, got {width} and {heads}.")
         self.config = config or SpnConfig(dim, rank, width, heads, blocks, floor, latent)
         self.project = nn.Linear(dim, width)
@@ -83,6 +88,7 @@ class SpectralPullbackNetwork(Pretrained):
 
     def forward(self, features: Tensor) -> LowRankMetric:
         """Predict modes [B, r, N, D], or [B, r, K, d] in a latent space, and energies [B, r] of features [B, N, D]."""
+        of_kind("features", features, Tensor, f"[B, N, {self.config.dim}]", ShapeError)
         if features.ndim != 3 or features.shape[-1] != self.config.dim:
             raise ShapeError(f"features: expected [B, N, {self.config.dim}], got {list(features.shape)}.")
         x = self.project(features.to(self.project.weight.dtype))

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pullback.checks import finite_number, of_kind, whole_number
 from pullback.data.crops import Crop, read_crop
 from pullback.data.images import ImageSource, PixelFormat
 from pullback.data.sources import ImageItem, Source, open_source
@@ -68,8 +69,17 @@ def train_head(
     the images are now, if not where the store says. ``out``: folder of metrics.jsonl and of the checkpoint that a
     second call goes on from. The scores end up in the head's config.
     """
+    of_kind("probe", probe, ProbeMap, "a probe map, such as pb.load_probe(model, decoder, layer)")
+    of_kind("train", train, (list, tuple), "a list of stores of targets")
     if not train:
         raise PullbackError("train: expected at least one store of targets, got none.")
+    for store in train:
+        of_kind("train", store, TargetStore, "stores of targets, such as pb.TargetStore.open(folder)")
+    if not isinstance(held_out, TargetStore):
+        finite_number("held_out", held_out, expected="a share between 0 and 1, or a store of its own")
+    of_kind("config", config, (FitConfig, type(None)), "a FitConfig, or None")
+    if target not in TARGETS:
+        raise PullbackError(f"target: expected one of {', '.join(TARGETS)}, got {target!r}.")
     config, progress = config or FitConfig(), progress or Silent()
     stores = [*train, held_out] if isinstance(held_out, TargetStore) else list(train)
     check_stores(probe, stores)
@@ -368,6 +378,8 @@ def readable_rows(source: ImageSource | Source, wanted: PixelFormat, limit: int 
             return False
         return True
 
+    if limit is not None:
+        whole_number("limit", limit, expected="a positive number of images, or None for all of them")
     rows = [ImageRow(item) for item in islice(open_source(source), limit)]
     with ThreadPoolExecutor(READERS) as pool:
         rows = [row for row, usable in zip(rows, pool.map(can_be_read, rows), strict=True) if usable]

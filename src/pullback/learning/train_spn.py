@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from pullback.checks import of_kind
 from pullback.data.images import ImageSource
 from pullback.data.sources import Source, open_source
 from pullback.errors import PullbackError, RankError
@@ -78,6 +79,8 @@ def train_spn(
     ``constant_images``: start at the best constant subspace of so many training images (`start_at`), which needs their
     modes; 0 starts at random, as the paper does.
     """
+    of_kind("probe", probe, ProbeMap, "a probe map, such as pb.load_probe(model, decoder, layer)")
+    of_kind("config", config, (FitConfig, type(None)), "a FitConfig, or None")
     config, progress = config or FitConfig(steps=2000, batch=16, learning_rate=1e-3), progress or Silent()
     wanted = probe.pixel_format(size)
     teacher = supervision_of(

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pullback.checks import of_kind
 from pullback.errors import ShapeError
 from pullback.operators.execution import round_off_of
 
@@ -122,6 +123,7 @@ class LinearOperator:
         return torch.eye(size, dtype=self.dtype, device=self.device).expand(self.batch, size, size)
 
     def _as_batch(self, columns: Tensor, expected: int, name: str) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        of_kind(name, columns, Tensor, f"a tensor of shape [{self.batch}, {expected}, k]", ShapeError)
         given = tuple(columns.shape)
         if columns.ndim == 3:
             batched, restore = columns, lambda out: out
@@ -200,6 +202,7 @@ class DenseOperator(LinearOperator):
     """Explicit matrices [B, m, n] (or [m, n]) as an operator: what every other operator is tested against."""
 
     def __init__(self, matrix: Tensor) -> None:
+        of_kind("matrix", matrix, Tensor, "a tensor [m, n] or [B, m, n]", ShapeError)
         matrix = matrix[None] if matrix.ndim == 2 else matrix
         if matrix.ndim != 3:
             raise ShapeError(f"matrix: expected [m, n] or [B, m, n], got {list(matrix.shape)}.")

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from pullback.checks import of_kind, shown, whole_number
 from pullback.errors import DecoderError, NumericsError, PullbackError, ShapeError
 from pullback.operators.base import LinearOperator
 from pullback.operators.execution import (
@@ -49,7 +50,13 @@ class JacobianOperator(LinearOperator):
         capture: bool | None = None,
     ) -> None:
         check_precision(precision)
-        _check_chunk_size(chunk_size)
+        if chunk_size is not None:
+            whole_number("chunk_size", chunk_size)
+        if not callable(probe):
+            raise PullbackError(f"probe: expected a probe map or a function of features, got {shown(probe)}.")
+        of_kind("features", features, Tensor, "a tensor [B, N, D] (the batch axis first)", ShapeError)
+        if not features.is_floating_point():
+            raise ShapeError(f"features: expected floating-point numbers, got {features.dtype}.")
         if features.ndim < 2:
             raise ShapeError(f"features: expected [B, N, D] (the batch axis first), got {list(features.shape)}.")
         if not torch.isfinite(features).all():
@@ -136,11 +143,6 @@ def check_sensitive(squared_norm: Tensor, first: int = 0) -> None:
             "differentiable path: look for .detach(), torch.no_grad(), argmax, a constant or a mean over the batch in "
             "the decoder, or a probe layer above every layer that the decoder reads."
         )
-
-
-def _check_chunk_size(size: int | None) -> None:
-    if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-        raise PullbackError(f"chunk_size: expected a whole number of at least 1, got {size!r}.")
 
 
 def _to_bfloat16(linearization: Linearization) -> Linearization:

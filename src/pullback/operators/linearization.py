@@ -46,8 +46,14 @@ class Derivative:
     def __init__(self, function: Callable[..., Tensor], *point: Tensor) -> None:
         self.function = lambda *x: flat_output(function(*x), len(x[0]))
         self._point = tuple(part.detach() for part in point)
+        drawn = _random_state(self._point[0].device)
         with differentiable_attention(), torch.enable_grad():
             output, self._vjp = torch.func.vjp(self._watched, *self._point)[:2]
+        if not torch.equal(_random_state(self._point[0].device), drawn):
+            raise DecoderError(
+                "decoder: it draws random numbers, as dropout does, so its output is another at every call and has no "
+                "Jacobian. Leave them out: module.eval(), or F.dropout(x, training=False)."
+            )
         self.output = output.detach()  # [B, M]
 
     def _watched(self, *x: Tensor) -> Tensor:
@@ -72,6 +78,11 @@ class Derivative:
     def vjp(self, cotangents: Tensor) -> tuple[Tensor, ...]:
         """[B, K, M] -> [B, K, ...] for each tensor."""
         return for_each_tangent(self._vjp, cotangents)
+
+
+def _random_state(device: torch.device) -> Tensor:
+    """Return the state of torch's own generator, which changes with every number that is drawn from it."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
 class FunctionLinearization:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pullback.checks import finite_number, of_kind
 from pullback.errors import PullbackError, ShapeError
 
 
@@ -19,13 +20,14 @@ class LowRankMetric:
     floor: float = 0.0
 
     def __post_init__(self) -> None:
+        for values in (self.modes, self.energies):
+            of_kind("modes, energies", values, Tensor, "tensors [B, r, N, D] and [B, r]", ShapeError)
         if self.modes.ndim != 4 or self.modes.shape[:2] != self.energies.shape:
             raise ShapeError(
                 "modes, energies: expected [B, r, N, D] and [B, r], got "
                 f"{list(self.modes.shape)} and {list(self.energies.shape)}."
             )
-        if self.floor < 0:
-            raise PullbackError(f"floor: expected a number >= 0, got {self.floor}.")
+        finite_number("floor", self.floor, least=0, expected="a number >= 0")
 
     def __repr__(self) -> str:
         batch, rank, tokens, dim = self.modes.shape

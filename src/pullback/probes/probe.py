@@ -19,6 +19,7 @@ from torch import Tensor
 
 from pullback.backbones import AnyBackbone, LinearizedBlock, Norm, State, unchanged
 from pullback.backbones.backbone import Size
+from pullback.checks import of_kind
 from pullback.data.images import ImageBatch, ImageSource, PixelFormat
 from pullback.data.pictures import Pictures
 from pullback.decoders import (
@@ -67,6 +68,8 @@ class ProbeMap:
     after_norm: bool = True
 
     def __post_init__(self) -> None:
+        of_kind("backbone", self.backbone, AnyBackbone, "a backbone; pb.load_probe(model) makes one", ModelError)
+        of_kind("decoder", self.decoder, Decoder, "a Decoder; pb.load_probe takes names and functions", DecoderError)
         if self.at != INPUTS:
             self.backbone.check_layer(self.at)
         for layer in self.decoder.layers:
@@ -339,6 +342,7 @@ class ProbeMap:
     def _unpack(self, features: Tensor) -> tuple[Tensor, TokenLayout, dict[int, Tensor]]:
         """Return the features as a plain tensor, their layout, and what they carry of the layers held."""
         width = self.backbone.tap_dim * len(self.layers) if self._layer is None else self.backbone.dim
+        of_kind("features", features, Tensor, f"what probe.features(images) returned, [B, N, {width}]", ShapeError)
         if features.ndim != 3 or features.shape[-1] != width:
             raise ShapeError(f"features: expected [B, N, {width}], got {list(features.shape)}.")
         below = getattr(features, "below", {})

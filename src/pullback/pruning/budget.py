@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pullback.backbones import load_backbone
 from pullback.errors import PullbackError, ShapeError
 from pullback.evaluation.cost import flops as count_flops
 from pullback.evaluation.cost import race
@@ -38,6 +39,16 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
+class Trial:
+    """What was measured of one plan on the way: None where it was not needed."""
+
+    stages: tuple[int, ...]
+    ratio: float
+    cost: float | None
+    degradation: float | None
+
+
+@dataclass(frozen=True)
 class Forecast:
     """What to expect of a plan: ``cost`` is what the search compared, in the unit of its cost function; `plan_pruning`
     also fills in operations and times."""
@@ -50,6 +61,7 @@ class Forecast:
     flops: float | None = None  # share of the whole model's operations
     milliseconds: float | None = None  # of one batch
     whole_milliseconds: float | None = None  # the same of the whole model
+    trials: tuple[Trial, ...] = ()  # all that were tried
 
     def __str__(self) -> str:
         return (
@@ -89,9 +101,11 @@ def plan_pruning(
     stages: int = 2,
     preset: str = "best",
     rounds: int = 20,
+    normalized: bool = False,
 ) -> Forecast:
-    """Find the plan for one of three budgets, on calibration images [n, 3, H, W] as the model takes them.
+    """Find the plan for one of three budgets, on calibration images [n, 3, H, W].
 
+    ``images``: normalised floats, or uint8, which are normalised; ``normalized`` as in `ProbeMap.features`.
     ``heads``: the score to use after each block, {3: head, 6: head}. ``flops``: at most this share of the model's
     operations. ``milliseconds``: at most so many for one batch, as the model runs here. ``degradation``: at most so
     much in the mean over the images, as cheap as possible in operations. ``degrade``: (pruned output, full output) ->
@@ -101,6 +115,7 @@ def plan_pruning(
     """
     name, limit = check_budget(flops=flops, milliseconds=milliseconds, degradation=degradation)
     _check_inputs(heads, images, batch)
+    images = load_backbone(model).batch(images, normalized=normalized)
     calibration = Calibration(model, images, batch, degrade, rounds)
     choices = stage_choices(heads, stages)
 
@@ -229,8 +244,11 @@ class _Trials:
         mean, error = self.degradation_and_error(stages, ratio)
         return Forecast(self._build(stages, ratio).plan, self.cost(stages, ratio), mean, error, 0)
 
-    def count(self) -> int:
-        return len(self._costs.keys() | self._degradations.keys())
+    def all(self) -> tuple[Trial, ...]:
+        tried = sorted(self._costs.keys() | self._degradations.keys())
+        return tuple(
+            Trial(*plan, self._costs.get(plan), self._degradations.get(plan, (None, None))[0]) for plan in tried
+        )
 
 
 def _check_numbers(values: Tensor) -> None:
@@ -260,7 +278,8 @@ def _chosen(found: list[Forecast], key: Callable[[Forecast], float], trials: _Tr
             f"budget: no plan was found with {wanted}, with ratios from {RATIOS[0]} to {RATIOS[-1]}. Allow more, or "
             "offer heads for earlier layers."
         )
-    return replace(min(found, key=key), measured=trials.count())
+    tried = trials.all()
+    return replace(min(found, key=key), measured=len(tried), trials=tried)
 
 
 # What was asked for

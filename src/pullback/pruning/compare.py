@@ -22,7 +22,7 @@ from torch import Tensor
 
 from pullback import __version__
 from pullback.backbones import load_backbone
-from pullback.backbones.outputs import FIXED_SIZE
+from pullback.backbones.outputs import own_output
 from pullback.data.images import PixelFormat, SkippedImage, find_images, stream_images
 from pullback.data.sources import fixed_part, place_of
 from pullback.decoders import build_decoder
@@ -494,11 +494,10 @@ def _calls(
         return partial(subject.full, images), {
             rule: partial(subject.output, model, images) for rule, model in models.items()
         }
-    options = {"interpolate_pos_encoding": True} if subject.backbone.family in FIXED_SIZE else {}
 
     def run(model: Any) -> Any:
         with subject.arithmetic():
-            return model(images, **options)
+            return own_output(model, subject.backbone, images)
 
     return partial(run, subject.backbone.model), {rule: partial(run, model) for rule, model in models.items()}
 

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pullback.errors import PullbackError
+from pullback.errors import ModelError, PullbackError
 from pullback.pruning.model import PrunedModel
 
-OUTPUTS = ("image_embedding", "kept_tokens")
+EMBEDDING, LOGITS, KEPT = "image_embedding", "logits", "kept_tokens"
 
 
 class _Exported(nn.Module):
-    """A module from pixel_values [B, 3, H, W] to (embedding [B, M], places of the kept tokens [B, K])."""
+    """A module from pixel_values [B, 3, H, W] to (embedding or logits [B, M], places of the kept tokens [B, K])."""
 
     def __init__(self, pruned: PrunedModel) -> None:
         super().__init__()
@@ -27,8 +27,10 @@ class _Exported(nn.Module):
 
 
 def embedding_of(output: Any) -> Tensor:
-    """Return what a class-token model calls its embedding: CLIP's projection, or the pooled class token."""
-    for name in ("image_embeds", "pooler_output", "embedding"):
+    """Return what a model calls its embedding: CLIP's projection, the pooled class token, or a classifier's logits."""
+    if isinstance(output, Tensor):
+        return output
+    for name in ("image_embeds", "pooler_output", "embedding", "logits"):
         value = getattr(output, name, None)
         if isinstance(value, Tensor):
             return value
@@ -38,8 +40,14 @@ def embedding_of(output: Any) -> Tensor:
 def export_onnx(pruned: PrunedModel, path: str | Path, *, size: int | tuple[int, int]) -> Path:
     """Write the model as ONNX for float32 images [B, 3, H, W] of one size, any B; return the path.
 
-    Its outputs are ``image_embedding`` [B, M] and ``kept_tokens`` [B, K].
+    Its outputs are ``image_embedding`` [B, M], of an image classifier ``logits`` [B, classes], and ``kept_tokens``
+    [B, K], the places of the tokens that are left.
     """
+    if not isinstance(pruned, PrunedModel):
+        raise ModelError(
+            f"pruned: expected what pb.prune returned, got {type(pruned).__name__}. Prune it first, or export it by "
+            "torch.onnx.export."
+        )
     if pruned.backbone.hook_layers:
         raise PullbackError(
             f"export_onnx: expected a class-token model, got {pruned.backbone.name}, whose decoder reads all tokens."
@@ -54,7 +62,7 @@ def export_onnx(pruned: PrunedModel, path: str | Path, *, size: int | tuple[int,
             dynamo=True,
             verbose=False,
             input_names=["pixel_values"],
-            output_names=list(OUTPUTS),
+            output_names=[EMBEDDING if pruned.backbone.classifier is None else LOGITS, KEPT],
             dynamic_shapes=({0: torch.export.Dim("batch")},),
         )
     except ModuleNotFoundError as error:

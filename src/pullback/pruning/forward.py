@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pullback.backbones import AnyBackbone, Backbone
+from pullback.checks import of_kind
 from pullback.errors import PullbackError
 from pullback.pruning.matching import (
     Leftover,
@@ -237,6 +238,7 @@ def stage_scores(
     backbone: AnyBackbone, plan: PrunePlan, scores: Sequence[Choice], named: Callable[[Choice], Score] = as_score
 ) -> list[Score]:
     """Return one score per stage, each checked against the backbone and its stage; ``named`` makes one of a choice."""
+    of_kind("plan", plan, PrunePlan, "a PrunePlan; pb.prune makes one of a ratio and stages")
     plan.check_depth(backbone.depth)
     if isinstance(scores, str):  # whose letters would be taken for scores
         raise PullbackError(f"scores: expected a list with one for each stage or one for all, [{scores!r}].")

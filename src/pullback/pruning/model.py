@@ -6,6 +6,7 @@ gives the model back. A pruned model is saved as
     folder/pruned.json   plan, score of each stage, the networks whose metric d_task takes, class of the model
     folder/heads/0, ...  what the networks' own save_pretrained writes, each network once, whatever it is used for
     folder/model/        the model's own save_pretrained
+    preprocessor_config.json, here and in model/, for AutoImageProcessor, where an image processor is given or found
 """
 
 from __future__ import annotations
@@ -25,15 +26,16 @@ from torch import Tensor, nn
 from pullback import registry
 from pullback.backbones import Backbone, Remaining, load_backbone
 from pullback.backbones.loading import first_line, locate, read_config, reader_of
-from pullback.backbones.outputs import FIXED_SIZE, assembler, check_output_class, no_assembler
+from pullback.backbones.outputs import FIXED_SIZE, as_images, assembler, check_output_class, no_assembler
 from pullback.errors import ModelError, PullbackError, ShapeError
 from pullback.pruning.forward import PrunedRun, forward, prepared
 from pullback.pruning.plan import PrunePlan
 from pullback.pruning.plan import preset as named_plan
 from pullback.pruning.scores import Choice, HeadScore, Modes, StageModes, metric_score
-from pullback.runs.files import make_folder, read_json, replaced_folder, write_json, write_network
+from pullback.runs.files import make_folder, read_json, replaced_folder, write_bytes, write_json, write_network
 
 DOCUMENT, HEADS, MODEL = "pruned.json", "heads", "model"
+PROCESSOR = ("preprocessor_config.json", "processor_config.json")  # the files that AutoImageProcessor looks for
 MODES = "modes"  # where older folders have the networks of d_task, by stage
 EXTRAS = ("output_hidden_states", "output_attentions")
 _TAKEN_APART = ("backbone", "_assemble", "_places")
@@ -155,7 +157,7 @@ class PrunedModel(Pruned):
 
     @property
     def config(self) -> Any:
-        return self.model.config
+        return getattr(self.model, "config", None)
 
     @property
     def device(self) -> torch.device:
@@ -168,6 +170,14 @@ class PrunedModel(Pruned):
     @property
     def main_input_name(self) -> str:
         return "pixel_values"
+
+    @property
+    def input_modalities(self) -> tuple[str, ...]:
+        return ("image",)
+
+    def can_generate(self) -> bool:
+        """Answer transformers' pipelines, which ask: no, it makes no text."""
+        return False
 
     @property
     def has_output(self) -> bool:
@@ -197,6 +207,9 @@ class PrunedModel(Pruned):
             raise ShapeError(f"pixel_values: expected images [B, 3, H, W], got {type(pixel_values).__name__}.")
         if self.plan.ratio == 0:
             return self.model(pixel_values, **options)
+        if self.backbone.family == "siglip2":
+            mask, shapes = options.pop("pixel_attention_mask", None), options.pop("spatial_shapes", None)
+            pixel_values = as_images(pixel_values, mask, shapes, self.backbone.patch_size)
         as_tuple = self._as_tuple(options.pop("return_dict", None))
         self._check(options)
         self._check_size(pixel_values, bool(options.get("interpolate_pos_encoding")))
@@ -229,9 +242,20 @@ class PrunedModel(Pruned):
         images = self._whole_patches(pixel_values)
         return forward(self.backbone, images, self.plan, self.scores, layers=layers, modes=self.modes)
 
-    def save_pretrained(self, folder: str | Path) -> Path:
-        """Write the plan, the heads and the model, for `from_pretrained`. What cannot be saved is refused before."""
+    def save_pretrained(self, folder: str | Path, *, processor: Any | None = None) -> Path:
+        """Write the plan, the heads and the model, for `from_pretrained`. What cannot be saved is refused before.
+
+        ``processor``: the model's image processor, for AutoImageProcessor.from_pretrained(folder); by default the one
+        beside the weights that the model was loaded from, where there is one. A model of your own without
+        save_pretrained is left out, and passed to `from_pretrained`.
+        """
         folder = Path(folder)
+        if processor is not None and not hasattr(processor, "save_pretrained"):
+            raise ModelError(
+                f"processor: expected an image processor of transformers, got {type(processor).__name__}. Load it by "
+                "AutoImageProcessor.from_pretrained."
+            )
+        published = _published_processor(self.model) if processor is None else {}
         scores = [_name_or_network(score, number) for number, score in enumerate(self.scores)]
         modes = _networks_of(self.modes)
         networks = list(dict.fromkeys(choice for choice in [*scores, *modes.values()] if not isinstance(choice, str)))
@@ -245,7 +269,12 @@ class PrunedModel(Pruned):
         make_folder(folder)
         for network, entry in entries.items():
             network.save_pretrained(folder / entry["head"])
-        _write_model(self.model, folder / MODEL)
+        saved = _write_model(self.model, folder / MODEL)
+        for place in (folder, folder / MODEL) if saved else (folder,):
+            for name, content in published.items():
+                write_bytes(place / name, content)
+            if processor is not None:
+                processor.save_pretrained(place)
         write_json(folder / DOCUMENT, document)
         return folder
 
@@ -396,12 +425,41 @@ def _read_network(entry: dict[str, str], folder: Path) -> nn.Module:
     return network.to(dtype) if isinstance(dtype, torch.dtype) else network
 
 
-def _write_model(model: Any, folder: Path) -> None:
+def _write_model(model: Any, folder: Path) -> bool:
+    """Write the model, and return whether that was possible."""
+    own = type(model).__module__.startswith("pullback.")
+    if not own and not hasattr(model, "save_pretrained"):
+        logger.warning(
+            f"{type(model).__name__} has no save_pretrained, so the folder holds the plan and the heads alone. Save "
+            "the model yourself, and pass it: PrunedModel.from_pretrained(folder, model=model)."
+        )
+        return False
     with replaced_folder(folder) as temporary:
-        if hasattr(model, "save_pretrained"):
-            model.save_pretrained(temporary)
-        else:
+        if own:
             write_network(temporary, model, asdict(model.config))
+        else:
+            model.save_pretrained(temporary)
+    return True
+
+
+def _published_processor(model: nn.Module) -> dict[str, bytes]:
+    """Return the files of the image processor beside the weights that a model was loaded from, by name; of a hub id
+    those in the cache."""
+    source = str(getattr(model, "name_or_path", ""))
+    if not source:
+        return {}
+    if Path(source).is_dir():
+        found = {name: Path(source) / name for name in PROCESSOR}
+    else:
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+
+        try:
+            cached = {name: try_to_load_from_cache(source, name) for name in PROCESSOR}
+        except HFValidationError:  # a folder that is no longer there
+            return {}
+        found = {name: Path(path) for name, path in cached.items() if isinstance(path, str)}
+    return {name: path.read_bytes() for name, path in found.items() if path.is_file()}
 
 
 def _read_model(address: str, folder: Path) -> nn.Module:

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pullback.checks import finite_number, whole_number
 from pullback.errors import PullbackError
 from pullback.operators.base import LinearOperator, ProductCount
 from pullback.randnla.estimate import Estimate
@@ -45,6 +46,8 @@ _NOTHING = 1e-3
 _FINEST = 1e-6
 """Without ``rtol`` no space is grown for the sake of a relative error below this, whatever the precision."""
 _MAX_TRACE_PROBES = 1024
+_TRACE_PROBES, _PAPER_PROBES = 32, 100
+_POWER_ITERS, _LANCZOS_STEPS, _SLQ_PROBES = 2, 30, 16
 
 
 def choose_method(method: str, rows: int, cols: int, rank: int, *, sampled: int = 0, itemsize: int = 4) -> str:
@@ -53,12 +56,31 @@ def choose_method(method: str, rows: int, cols: int, rank: int, *, sampled: int 
     ``sampled``: products that the Krylov route needs besides those of its space, for what it cannot know exactly.
     Sizes alone decide, so that every machine and every batch size decides alike.
     """
-    if method not in METHODS:
+    if not isinstance(method, str) or method not in METHODS:
         raise PullbackError(f"method: expected one of {', '.join(METHODS)}, got {method!r}.")
     if method != "auto":
         return method
     cheaper = min(rows, cols) <= 2 * default_block(rank) * USUAL_DEPTH + sampled
     return "exact" if cheaper and rows * cols * itemsize <= MAX_DENSE_BYTES else "krylov"
+
+
+def planned_products(
+    method: str, rows: int, cols: int, rank: int, *, itemsize: int = 4, with_effective_rank: bool = True
+) -> ProductCount:
+    """Return about how many products per sample `sketch`, or without the effective rank `leading_modes` and the block
+    norms, will take: exactly for "exact", for the others what they usually take."""
+    lanczos = _LANCZOS_STEPS * _SLQ_PROBES if with_effective_rank else 0
+    rank = min(rank, rows, cols)
+    method = choose_method(method, rows, cols, rank, sampled=_TRACE_PROBES + 2 * lanczos, itemsize=itemsize)
+    if method == "exact":
+        return ProductCount(vjp=rows) if rows <= cols else ProductCount(jvp=cols)
+    if method == "paper":
+        pairs = (_POWER_ITERS + 1) * rank
+        return ProductCount(pairs + rank + _PAPER_PROBES + lanczos, pairs + lanczos)
+    pairs, most = default_block(rank) * USUAL_DEPTH, min(rows, cols)
+    if pairs >= most:  # the space is all there is, and nothing is left to be sampled
+        return ProductCount(most + _TRACE_PROBES, most)
+    return ProductCount(pairs + _TRACE_PROBES + lanczos, pairs + lanczos)
 
 
 @dataclass(frozen=True)
@@ -85,6 +107,7 @@ def leading_modes(
     The Krylov space is built on the shorter side of J, where its algebra is cheap.
     """
     check_rank(op, rank)
+    finite_number("rtol", rtol, least=0, expected="a relative error such as 1e-3")
     method = choose_method(method, op.rows, op.cols, rank, itemsize=op.dtype.itemsize)
     if method == "exact":
         return LeadingModes(exact_svd(op, rank, full=False, precision=precision), None, None, method)
@@ -122,13 +145,13 @@ def sketch(
     method: str = "auto",
     with_effective_rank: bool = True,
     with_earlier: bool = False,
-    power_iters: int = 2,
+    power_iters: int = _POWER_ITERS,
     sketch_width: int | None = None,
     rayleigh_ritz: bool = False,
     num_probes: int | None = None,
     rtol: float | None = None,
-    lanczos_steps: int = 30,
-    slq_probes: int = 16,
+    lanczos_steps: int = _LANCZOS_STEPS,
+    slq_probes: int = _SLQ_PROBES,
     max_depth: int = 40,
     streams: Streams,
 ) -> Sketch:
@@ -144,12 +167,15 @@ def sketch(
     values and modes are to be trusted.
     """
     check_rank(op, rank)
-    if rtol is not None and rtol < 2 * op.round_off:
+    for name, count in (("num_probes", num_probes), ("lanczos_steps", lanczos_steps), ("slq_probes", slq_probes)):
+        if count is not None:
+            whole_number(name, count)
+    if rtol is not None and finite_number("rtol", rtol, expected="a relative error such as 1e-3") < 2 * op.round_off:
         raise PullbackError(
             f"rtol: expected at least {2 * op.round_off:.1e}, since products in this precision leave a relative error "
             f"of {op.round_off:.0e}, got {rtol:g}. Raise it, or choose a higher precision."
         )
-    sampled = (num_probes or 32) + (2 * lanczos_steps * slq_probes if with_effective_rank else 0)
+    sampled = (num_probes or _TRACE_PROBES) + (2 * lanczos_steps * slq_probes if with_effective_rank else 0)
     method = choose_method(method, op.rows, op.cols, rank, sampled=sampled, itemsize=op.dtype.itemsize)
     spent = op.products
     if method == "exact":
@@ -159,9 +185,11 @@ def sketch(
         svd = power_iteration(
             op, rank, power_iters=power_iters, sketch_width=sketch_width, rayleigh_ritz=rayleigh_ritz, streams=streams
         )
-        total = hutchinson(op, num_probes=num_probes or 100, streams=streams)
+        total = hutchinson(op, num_probes=num_probes or _PAPER_PROBES, streams=streams)
     else:
-        svd, total = _krylov(op, rank, num_probes or 32, rtol, max_depth, _MARGIN * with_effective_rank, streams)
+        svd, total = _krylov(
+            op, rank, num_probes or _TRACE_PROBES, rtol, max_depth, _MARGIN * with_effective_rank, streams
+        )
     effective = None
     if with_effective_rank:
         deflation = None if method == "paper" else svd

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pullback.checks import whole_number
+
 _WORD = (1 << 64) - 1
 
 
@@ -20,13 +22,14 @@ class Streams:
     @classmethod
     def from_seed(cls, seed: int, batch: int, device: torch.device | str = "cpu", first: int = 0) -> Streams:
         """Streams of samples first, first + 1, ..., so that a data set may be cut into batches anywhere."""
-        indices = range(first, first + batch)
+        seed, indices = whole_number("seed", seed, least=None), range(first, first + batch)
         return cls(tuple(torch.Generator(device).manual_seed(_mix(seed, index)) for index in indices))
 
     @classmethod
     def from_seeds(cls, seeds: Sequence[int], device: torch.device | str = "cpu") -> Streams:
         """One stream per seed, for samples that have a seed of their own instead of a place in a data set."""
-        return cls(tuple(torch.Generator(device).manual_seed(_splitmix(seed & _WORD)) for seed in seeds))
+        whole = [whole_number("seeds", seed, least=None) for seed in seeds]
+        return cls(tuple(torch.Generator(device).manual_seed(_splitmix(seed & _WORD)) for seed in whole))
 
     def __len__(self) -> int:
         return len(self.generators)

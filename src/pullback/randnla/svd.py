@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pullback.checks import whole_number
 from pullback.errors import PullbackError, RankError
 from pullback.operators.base import LinearOperator, ProductCount
 from pullback.operators.execution import matmul_precision
@@ -57,7 +58,8 @@ def power_iteration(
     Costs q r0 pairs and r JVPs (r0 with Rayleigh-Ritz).
     """
     check_rank(op, rank)
-    width = sketch_width or rank
+    whole_number("power_iters", power_iters, least=0)
+    width = rank if sketch_width is None else whole_number("sketch_width", sketch_width, error=RankError)
     if not rank <= width <= op.cols:
         raise RankError(f"sketch_width: expected rank <= width <= {op.cols}, got {width} at rank {rank}.")
     spent = op.products
@@ -177,6 +179,7 @@ def default_block(rank: int) -> int:
 
 def check_rank(op: LinearOperator, rank: int) -> None:
     limit = min(op.rows, op.cols)
+    whole_number("rank", rank, least=None, expected=f"a whole number from 1 to {limit}", error=RankError)
     if not 1 <= rank <= limit:
         raise RankError(
             f"rank: expected 1 <= rank <= {limit}, the smaller side of this {op.rows} x {op.cols} operator, "

@@ -1,7 +1,7 @@
 """Figures drawn by a second process, which imports matplotlib while the main one still imports torch.
 
 The two share nothing but the files of a run. As a module (`python -m pullback.report.drawing`) this reads folders from
-standard input, one a line, and answers each with a line of JSON: the names of the figures drawn, or what went wrong.
+standard input, one a line, and answers each with a line of JSON: the names of what was drawn, or what went wrong.
 """
 
 from __future__ import annotations
@@ -35,13 +35,16 @@ class Drawing:
             self._process.kill()
             self._process.communicate()
 
-    def draw(self, folder: Path) -> list[str]:
-        """Draw the figures of a folder and return their names; none without matplotlib."""
+    def draw(self, folder: Path, *, page: bool = True) -> list[str]:
+        """Draw the figures of a folder, and its page, and return their names; none without matplotlib.
+
+        ``page`` is False for the parts of a run that has one page for all of them.
+        """
         if self._process is None:
             return []
         assert self._process.stdin is not None and self._process.stdout is not None
         try:
-            print(folder.resolve(), file=self._process.stdin, flush=True)
+            print(json.dumps([str(folder.resolve()), page]), file=self._process.stdin, flush=True)
             reply = self._process.stdout.readline()
         except BrokenPipeError:
             reply = ""
@@ -54,10 +57,14 @@ class Drawing:
 def main() -> None:
     """Answer the folders on standard input until it ends."""
     from pullback.report.figures import draw_all
+    from pullback.report.page import write_page_of
 
     for line in sys.stdin:
+        folder, page = json.loads(line)
         try:
-            answer: object = draw_all(Path(line.rstrip("\n")))
+            drawn = draw_all(Path(folder))
+            written = write_page_of(Path(folder)) if page else None
+            answer: object = drawn if written is None else [*drawn, written.name]
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), flush=True)

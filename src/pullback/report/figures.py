@@ -31,6 +31,7 @@ from pullback.report.canvas import (
 )
 from pullback.report.heat import relative_energy
 from pullback.report.prune_figures import draw_prune
+from pullback.report.run_figures import draw_plan, draw_training
 from pullback.report.wording import percent, sample_count, share, short_name, unit
 from pullback.runs import documents as files
 from pullback.runs.files import write_bytes
@@ -45,13 +46,23 @@ def draw_all(folder: Path) -> list[str]:
     """Draw the figures of a folder, whichever run it holds, and return their names.
 
     A diagnosis has `spectrum.png` and a `tokens_*.png` for each layer; figures of an earlier run's layers are removed.
-    The demo's scenes have `scenes.png`, a pruning comparison `prune.png` and what goes with it.
+    The demo's scenes have `scenes.png`, a pruning comparison `prune.png` and what goes with it, a plan `plan.png`, a
+    training run `training.png`.
     """
-    if (folder / files.SUMMARY).is_file():
-        return draw_prune(folder)
-    if (folder / files.SCENES).is_file():
-        write_bytes(folder / files.SCENES_FIGURE, scenes_png(files.read_scenes(folder)))
-        return [files.SCENES_FIGURE]
+    for file, draw in _DRAWN.items():
+        if (folder / file).is_file():
+            return draw(folder)
+    return draw_diagnosis(folder)
+
+
+def draw_scenes(folder: Path) -> list[str]:
+    """Draw `scenes.png`."""
+    write_bytes(folder / files.SCENES_FIGURE, scenes_png(files.read_scenes(folder)))
+    return [files.SCENES_FIGURE]
+
+
+def draw_diagnosis(folder: Path) -> list[str]:
+    """Draw `spectrum.png` and a `tokens_*.png` for each layer."""
     document = files.read_diagnosis(folder)
     arrays = files.read_importance(folder)
     figures = {files.SPECTRUM: spectrum_png(document)}
@@ -166,7 +177,7 @@ def views_png(layer: dict[str, Any], arrays: dict[str, np.ndarray], theme: Theme
     name = files.layer_name(layer["layer"])
     shown = [scene for scene in range(len(arrays["views"])) if files.thumbnails_of(scene) in arrays]
     pictures = [arrays[files.thumbnails_of(scene)] for scene in shown]
-    energies = [_view_energies(arrays, name, scene) for scene in shown]
+    energies = [view_energies(arrays, name, scene) for scene in shown]
     rows = [first for views in pictures for first in range(0, len(views), _VIEWS_IN_A_ROW)]
     columns = min(_VIEWS_IN_A_ROW, max(map(len, pictures)))
     aspect = max(views.shape[1] / views.shape[2] for views in pictures)
@@ -175,7 +186,7 @@ def views_png(layer: dict[str, Any], arrays: dict[str, np.ndarray], theme: Theme
         scale = energy_scale(np.concatenate([relative.ravel() for relative, _ in energies]))
         place = 0
         for scene, views, (relative, outside) in zip(shown, pictures, energies, strict=True):
-            beside(grid.cells[place][0], _scene_name(arrays, scene, len(views)), y=0.0)
+            beside(grid.cells[place][0], scene_name(arrays, scene, len(views)), y=0.0)
             for view, picture in enumerate(views):
                 row, column = place + 2 * (view // _VIEWS_IN_A_ROW), view % _VIEWS_IN_A_ROW
                 above, below = grid.cells[row][column], grid.cells[row + 1][column]
@@ -266,7 +277,7 @@ def _finish_energies(grid: PictureGrid, scale: LogNorm, layer: dict[str, Any]) -
     title_at_the_top(grid.figure, f"{files.layer_name(layer['layer'])}: {words}")
 
 
-def _view_energies(arrays: dict[str, np.ndarray], name: str, scene: int) -> tuple[np.ndarray, np.ndarray]:
+def view_energies(arrays: dict[str, np.ndarray], name: str, scene: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the energies of patches [S, rows, columns] as multiples of their mean, and of all other tokens [S] as
     shares of the scene."""
     views, prefix = int(arrays["views"][scene]), int(arrays["prefix"])
@@ -277,7 +288,7 @@ def _view_energies(arrays: dict[str, np.ndarray], name: str, scene: int) -> tupl
     return patches / max(patches.mean(), 1e-300), energy[:, :prefix].sum(1) / max(energy.sum(), 1e-300)
 
 
-def _scene_name(arrays: dict[str, np.ndarray], scene: int, shown: int) -> str:
+def scene_name(arrays: dict[str, np.ndarray], scene: int, shown: int) -> str:
     """Return the name of a scene, shortened, and how many views it has where not all are shown."""
     name, views = str(arrays["scenes"][scene]), int(arrays["views"][scene])
     short = name if len(name) <= _NAME_LENGTH else f"{name[: _NAME_LENGTH - 1]}…"
@@ -294,3 +305,12 @@ def _bar_below(grid: PictureGrid, first: int, columns: int, colours: ScalarMappa
     bar.outline.set_visible(False)
     bar.set_label(label, fontsize=8, labelpad=1)
     axes.tick_params(labelsize=7.5, pad=1)
+
+
+_DRAWN = {
+    files.SUMMARY: draw_prune,
+    files.SCENES: draw_scenes,
+    files.PLAN: draw_plan,
+    files.METRICS: draw_training,
+}
+"""The file by which a run is known: what draws its figures."""

@@ -7,19 +7,24 @@ A page is one file that can be mailed or moved. What pages share is in `template
 from __future__ import annotations
 
 import base64
+import io
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from PIL import Image
 
 from pullback.report import wording
+from pullback.report.heat import colours
 from pullback.runs import documents as files
 from pullback.runs.files import write_text
 
 _FILTERS = (
-    "counted", "findings", "lower_bound", "missed", "percent", "plain", "samples", "share", "short_name", "times",
-)  # fmt: skip
+    *("counted", "findings", "lower_bound", "missed", "percent", "plain", "regime", "sample_count", "samples", "share"),
+    *("short_name", "times"),
+)
 
 
 def write_html(out: Path, template: str, content: Mapping[str, Any]) -> Path:
@@ -32,6 +37,20 @@ def write_html(out: Path, template: str, content: Mapping[str, Any]) -> Path:
 def data_uri(picture: bytes, kind: str) -> str:
     """Put a picture of a kind, such as "jpeg", into an address."""
     return f"data:image/{kind};base64,{base64.b64encode(picture).decode('ascii')}"
+
+
+def jpeg_uri(picture: Image.Image) -> str:
+    """Put a picture into an address, as a JPEG that looks the same."""
+    buffer = io.BytesIO()
+    picture.save(buffer, "JPEG", quality=90, subsampling=0)
+    return data_uri(buffer.getvalue(), "jpeg")
+
+
+def colour_bar(scale: tuple[float, float]) -> dict[str, str]:
+    """Return what the macro `bar` draws: the ends of a scale of energies, and its colours as stops of a gradient."""
+    stops = ", ".join(f"rgb{tuple(map(int, colour))}" for colour in colours(np.linspace(0, 1, 9)))
+    low, high = scale
+    return {"low": f"{low:.2g}", "high": f"{high:.2g}", "stops": stops}
 
 
 def _templates() -> Environment:

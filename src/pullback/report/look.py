@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from pullback.report.heat import colours, lay_over, limits, relative_energy
-from pullback.report.html import data_uri, write_html
+from pullback.report.html import colour_bar, jpeg_uri, write_html
 from pullback.report.wording import share
 from pullback.runs import documents as files
 from pullback.runs.files import read_json, write_bytes
@@ -39,17 +39,18 @@ def draw_look(folder: Path) -> list[str]:
         maps = [lay_over(picture, own[place], scale) for own in relative]
         notes = [_outside(prefix, part[place]) for part in outside]
         whole = side_by_side([Image.fromarray(picture), *maps], ["what the model saw", *titles], ["", *notes], scale)
-        write_bytes(folder / name, _encoded(whole, "PNG"))
+        write_bytes(folder / name, _png(whole))
         shown = [
-            {"title": title, "note": note, "picture": _jpeg(each), "number": number}
+            {"title": title, "note": note, "picture": jpeg_uri(each), "number": number}
             for number, (title, note, each) in enumerate(zip(titles, notes, maps, strict=True))
         ]
-        cards.append({"file": Path(document["images"][place]), "seen": _jpeg(Image.fromarray(picture)), "maps": shown})
-    low, high = scale
+        cards.append(
+            {"file": Path(document["images"][place]), "seen": jpeg_uri(Image.fromarray(picture)), "maps": shown}
+        )
     content = {
         "document": document,
         "cards": cards,
-        "bar": {"low": f"{low:.2g}", "high": f"{high:.2g}", "stops": _stops()},
+        "bar": colour_bar(scale),
         "error": max(shown["relative_error"] for shown in document["maps"]),
         "exact": [title for title, shown in zip(titles, document["maps"], strict=True) if shown["exact"]],
     }
@@ -108,16 +109,7 @@ def _fitted(text: str, size: int) -> str:
     return f"{text}..."
 
 
-def _stops() -> str:
-    """Write the colours as the stops of a CSS gradient."""
-    return ", ".join(f"rgb{tuple(map(int, colour))}" for colour in colours(np.linspace(0, 1, 9)))
-
-
-def _jpeg(picture: Image.Image) -> str:
-    return data_uri(_encoded(picture, "JPEG"), "jpeg")
-
-
-def _encoded(picture: Image.Image, kind: str) -> bytes:
+def _png(picture: Image.Image) -> bytes:
     buffer = io.BytesIO()
-    picture.save(buffer, kind, **({"quality": 90, "subsampling": 0} if kind == "JPEG" else {"optimize": True}))
+    picture.save(buffer, "PNG", optimize=True)
     return buffer.getvalue()

@@ -1,4 +1,4 @@
-"""How far a run is: a live bar in a terminal, one line per finished part everywhere."""
+"""How far a run is: a live bar in a terminal, a plain line now and then where there is none."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
 from pullback.report.wording import percent, regime
 from pullback.runs.documents import layer_name
+from pullback.runs.progress import Lines, Silent
 
 
 class ProgressDisplay:
@@ -24,6 +25,7 @@ class ProgressDisplay:
         self.done: list[str] = []
         self.current: str | None = None
         self._console = console
+        self._lines = Silent() if console.is_terminal else Lines(self._print)
         self._bar = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}", markup=False),
@@ -63,11 +65,17 @@ class ProgressDisplay:
 
     def stage(self, text: str) -> None:
         self._end_stage()
+        self._lines.stage(text)
         self._stage = self._bar.add_task(text, total=None, count="")
 
-    def work(self, what: str, total: int, unit: str) -> None:
-        """A bar of ``total`` units, in place of the last one."""
+    def note(self, line: str) -> None:
         self._end_stage()
+        self._print(f"{line}\n")
+
+    def work(self, what: str, total: int | None, unit: str) -> None:
+        """A bar of ``total`` units, in place of the last one; a growing count where the total is not known."""
+        self._end_stage()
+        self._lines.work(what, total, unit)
         if self._work is not None:
             self._bar.remove_task(self._work)
         self.current, self._unit = what or None, unit
@@ -77,18 +85,20 @@ class ProgressDisplay:
         self._end_stage()
         assert self._work is not None, "work comes first"
         self.current = what
+        self._lines.describe(what)
         self._bar.update(self._work, description=what, count=self._count())
 
     def advance(self, count: int) -> None:
         assert self._work is not None, "work comes first"
         self._bar.advance(self._work, count)
         self._bar.update(self._work, count=self._count())
+        self._lines.advance(count)
 
     def finished(self, part: str, line: str) -> None:
         self._end_stage()
         self.done.append(part)
         self.current = None
-        self._console.print(line, style="dim", markup=False)
+        self._print(f"{line}\n")
 
     def layer_done(self, result: dict[str, Any]) -> None:
         """A layer of a diagnosis is finished; ``result`` is its entry in diagnosis.json."""
@@ -99,7 +109,13 @@ class ProgressDisplay:
 
     def _count(self) -> str:
         task = next((task for task in self._bar.tasks if task.id == self._work), None)
-        return "" if task is None else f"{task.completed:.0f}/{task.total:.0f} {self._unit}"
+        if task is None:
+            return ""
+        total = "" if task.total is None else f"/{task.total:,.0f}"
+        return f"{task.completed:,.0f}{total} {self._unit}"
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, style="dim", markup=False, end="")
 
     def _end_stage(self) -> None:
         if self._stage is not None:

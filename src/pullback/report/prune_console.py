@@ -25,7 +25,7 @@ def prune_summary(document: dict[str, Any]) -> RenderableType:
         parts += [_neighbours(document), Text()]
     if any(rule["cost"] for rule in document["rules"]):
         parts += [_cost(document), Text()]
-    parts += [Text(note, style="yellow") for note in _notes(document)]
+    parts += [Text(note, style="yellow") for note in notes(document)]
     return Group(*parts)
 
 
@@ -68,14 +68,19 @@ def _by_ratio(document: dict[str, Any], title: str, cell: Callable[[dict[str, An
     table.add_column("score", no_wrap=True)
     for ratio in document["ratios"]:
         table.add_column(f"η = {ratio:g}", justify="right", no_wrap=True)
+    for preset, score, rules in by_rule(document):
+        style = "bold" if score == document["reference"] else ""
+        cells = [Text(UNKNOWN) if rule is None else cell(rule) for rule in rules]
+        table.add_row(preset, Text(score, style=style), *cells)
+    return table
+
+
+def by_rule(document: dict[str, Any]) -> list[tuple[str, str, list[dict[str, Any] | None]]]:
+    """Return (preset, score, its entry at each of the ratios) of every rule; None where there is no entry."""
     rows: dict[tuple[str, str], dict[float, dict[str, Any]]] = {}
     for rule in document["rules"]:
         rows.setdefault((rule["preset"], rule["score"]), {})[rule["ratio"]] = rule
-    for (preset, score), found in rows.items():
-        style = "bold" if score == document["reference"] else ""
-        cells = [cell(found[ratio]) if ratio in found else Text(UNKNOWN) for ratio in document["ratios"]]
-        table.add_row(preset, Text(score, style=style), *cells)
-    return table
+    return [(*name, [found.get(ratio) for ratio in document["ratios"]]) for name, found in rows.items()]
 
 
 def _cost(document: dict[str, Any]) -> Table:
@@ -116,22 +121,23 @@ def _milliseconds(entry: dict[str, float] | None) -> str:
     return UNKNOWN if entry is None else f"{plain(entry['median'])} ({times(entry['speedup'])})"
 
 
-def _notes(document: dict[str, Any]) -> list[str]:
-    notes = list(document["notes"])
+def notes(document: dict[str, Any]) -> list[str]:
+    """Write what was noticed, and what had to be left out."""
+    said = list(document["notes"])
     left_out = document["images"] - document["images_compared"]
     if left_out:
-        notes.append(
+        said.append(
             f"{counted(left_out, 'image')} left out: no degradation exists (an output that is nowhere positive)."
         )
     floored = max((rule.get("floored", 0.0) for rule in document["rules"]), default=0.0)
     if floored > 0:
-        notes.append(f"Up to {100 * floored:.2g} % of the pixels lie under the floor of log depth.")
+        said.append(f"Up to {100 * floored:.2g} % of the pixels lie under the floor of log depth.")
     skipped = document["skipped"]
     if skipped:
         named = "; ".join(f"{image['file']}: {image['reason']}" for image in skipped[:_NAMED])
         more = f"; and {len(skipped) - _NAMED} more" if len(skipped) > _NAMED else ""
-        notes.append(f"skipped {counted(len(skipped), 'image file')}: {named}{more}")
-    return notes
+        said.append(f"skipped {counted(len(skipped), 'image file')}: {named}{more}")
+    return said
 
 
 def p_value(p: float) -> str:

@@ -72,8 +72,12 @@ def sample_count(document: dict[str, Any]) -> int:
 
 def samples(document: dict[str, Any]) -> str:
     """Write "3 images at 224×224", "2 scenes of 2 to 5 views, 518 wide", "1 image at 224×224, no error over images"."""
-    alone = f", no error over {unit(document)}s" if sample_count(document) == 1 else ""
-    return f"{_samples(document)}{alone}"
+    return _samples(document) + no_error(sample_count(document), unit(document))
+
+
+def no_error(count: int, unit: str) -> str:
+    """Write ", no error over images" behind the number of images where it is one, and nothing otherwise."""
+    return f", no error over {unit}s" if count == 1 else ""
 
 
 def _samples(document: dict[str, Any]) -> str:

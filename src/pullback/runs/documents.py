@@ -1,4 +1,4 @@
-"""The files that runs leave in their folders (diagnoses, looks, comparisons of pruning rules): names, and readers."""
+"""The files that runs leave in their folders (diagnoses, looks, comparisons, plans, trainings): names, and readers."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pullback.errors import PullbackError
-from pullback.runs.files import read_arrays, read_json
+from pullback.runs.files import CONFIG, read_arrays, read_json
+from pullback.runs.rows import Rows
 
 if TYPE_CHECKING:
     import numpy as np
 
 DIAGNOSIS = "diagnosis.json"
 IMPORTANCE = "importance.npz"
+PARTS = "images.jsonl"
 SPECTRUM = "spectrum.png"
 SCENES = "scenes.npz"
 SCENES_FIGURE = "scenes.png"
@@ -111,3 +113,20 @@ def read_examples(folder: Path) -> dict[str, np.ndarray]:
     [p, b, rows, columns], -1: kept) and its ``values`` [p, b]. Of dense decoders also ``before`` [b, h, w] and
     ``after`` [p, b, h, w]."""
     return read_arrays(folder / EXAMPLES)
+
+
+PLAN = "plan.json"
+PLAN_FIGURE = "plan.png"
+METRICS = "metrics.jsonl"
+TRAINING_FIGURE = "training.png"
+
+
+def read_plan(folder: Path) -> dict[str, Any]:
+    """What was asked for, the plan that was found, what to expect of it, and the ``trials`` on the way."""
+    return read_json(folder / PLAN)
+
+
+def read_training(folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
+    """The numbers of each validation, and the configuration of the model, None while there is none."""
+    config = folder / "model" / CONFIG
+    return Rows(folder / METRICS).read(), read_json(config) if config.is_file() else None

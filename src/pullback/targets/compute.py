@@ -21,11 +21,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from pullback.checks import of_kind, whole_number
 from pullback.data.crops import Crop, item_seed, read_crops
 from pullback.data.images import ImageSource, PixelFormat, reason_of
 from pullback.data.sources import ImageItem, Source, open_source, place_of
 from pullback.errors import ImageError, PullbackError
-from pullback.geometry.spectrum import Probe
+from pullback.geometry.spectrum import Probe, checked_batch_size
 from pullback.operators import JacobianOperator, ProductCount
 from pullback.operators.execution import check_precision
 from pullback.probes import ProbeMap
@@ -76,6 +77,8 @@ def compute_targets(
     """
     if engine not in ENGINES:
         raise PullbackError(f"engine: expected one of {', '.join(ENGINES)}, got {engine!r}.")
+    of_kind("out", out, (str, os.PathLike), "the folder that the targets are written to")
+    _check_counts(probe, limit, shard_size)
     images = open_source(source)
     recipe = Recipe(rank, method, num_probes, rtol, precision, keep_modes)
     job = _checked(probe, recipe, size, crops, seed, batch_size)
@@ -128,6 +131,7 @@ def compute_table(
     """Compute the rows of `compute_targets` in memory: nothing is written, and pyarrow is not needed.
 
     Returns the table and the images that were skipped."""
+    _check_counts(probe, limit)
     images = open_source(source)
     recipe = Recipe(rank, method, num_probes, rtol, precision, keep_modes)
     job = _checked(probe, recipe, size, crops, seed, batch_size)
@@ -184,10 +188,6 @@ def plan(
 
     ``limit``: the first so many images of the source, readable or not. A key that comes up again is the same image.
     """
-    if shard_size < 1:
-        raise PullbackError(f"shard_size: expected at least 1 row, got {shard_size}.")
-    if limit is not None and limit < 1:
-        raise PullbackError(f"limit: expected a positive number of images, or None for all of them, got {limit}.")
     seen: set[str] = set(skipped)
     images: list[tuple[ImageItem, tuple[int, ...]]] = []
     rows = 0
@@ -336,6 +336,13 @@ def _groups(images: Iterator[list[_Row] | SkippedItem], skipped: list[SkippedIte
         yield rows
 
 
+def _check_counts(probe: ProbeMap, limit: int | None, shard_size: int = 1) -> None:
+    of_kind("probe", probe, ProbeMap, "a probe map, such as pb.load_probe(model, decoder, layer)")
+    whole_number("shard_size", shard_size, expected="at least 1 row")
+    if limit is not None:
+        whole_number("limit", limit, expected="a positive number of images, or None for all of them")
+
+
 def _checked(
     probe: ProbeMap,
     recipe: Recipe,
@@ -345,8 +352,9 @@ def _checked(
     batch_size: int | None,
 ) -> Job:
     """Return the job, or raise an error for what would fail later, before anything is read or written."""
-    if crops < 0:
-        raise PullbackError(f"crops: expected a number of crops per image, or 0 for the plain image, got {crops}.")
+    whole_number("crops", crops, least=0, expected="a number of crops per image, or 0 for the plain image")
+    whole_number("seed", seed, least=None)
+    checked_batch_size(batch_size)
     choose_method(recipe.method, 1, 1, recipe.rank)  # refuses unknown names before anything is read
     check_precision(recipe.precision)
     pixels = probe.pixel_format(size)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence, Sized
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from pullback.errors import ImageError, PullbackError
+from pullback.checks import callable_or_none, finite_number, of_kind, shown, whole_number
+from pullback.errors import ImageError, PullbackError, RankError, ShapeError
 from pullback.geometry.importance import block_norms, exact_block_norms
 from pullback.geometry.spectrum import (
     Probe,
     as_token_maps,
+    check_probe,
     checked_batch_size,
     finite_products,
     in_batches,
@@ -38,6 +40,11 @@ class Recipe:
     rtol: float = 1e-3
     precision: str = "float32"
     keep_modes: bool = False
+
+    def __post_init__(self) -> None:
+        whole_number("rank", self.rank, least=None, error=RankError)
+        whole_number("num_probes", self.num_probes)
+        finite_number("rtol", self.rtol, least=0, expected="a relative error such as 1e-3")
 
 
 @dataclass(frozen=True)
@@ -81,6 +88,7 @@ def targets_of(
     ``seeds``: one per sample instead of ``seed`` and its place. Random numbers are drawn on the CPU in output space, so
     they are the same for every batch size and device.
     """
+    callable_or_none("on_progress", on_progress)
     batches = targets_in_batches(
         probe,
         features,
@@ -121,13 +129,17 @@ def targets_in_batches(
 
     After a batch that took more than ``seconds`` the next ones are smaller, down to one sample.
     """
+    check_probe(probe)
+    of_kind("features", features, Tensor, "what probe.features(images) returned, [B, N, D]", ShapeError)
     if len(features) == 0:
         raise ImageError("features: expected at least one sample, got an empty batch.")
-    if seeds is not None and len(seeds) != len(features):
-        raise PullbackError(f"seeds: expected one per sample, {len(features)}, got {len(seeds)}.")
+    if seeds is not None and (not isinstance(seeds, Sized) or len(seeds) != len(features)):
+        given = len(seeds) if isinstance(seeds, Sized) else shown(seeds)
+        raise PullbackError(f"seeds: expected one per sample, {len(features)}, got {given}.")
+    recipe = Recipe(rank, method, num_probes, rtol, precision, keep_modes)
     rows, inputs = output_size(probe, features), features[0].numel()
     method = choose_method(method, rows, inputs, rank, sampled=num_probes, itemsize=features.element_size())
-    recipe = Recipe(rank, method, num_probes, rtol, precision, keep_modes)
+    recipe = replace(recipe, method=method)
     size = checked_batch_size(batch_size) or _samples_that_fit(recipe, rows, features)
 
     def work(part: Tensor, first: int) -> Targets:

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from pullback import __version__
+from pullback.checks import of_kind
 from pullback.data.crops import RATIO, SCALE, Crop
 from pullback.data.images import PixelFormat
 from pullback.data.sources import LISTED, Source, open_source
@@ -58,6 +59,7 @@ class TargetStore:
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str]) -> TargetStore:
+        of_kind("folder", folder, (str, os.PathLike), "the folder that `pullback targets --out` wrote")
         path = Path(folder)
         if not (path / CONFIG).is_file():
             raise PullbackError(f"folder: expected {CONFIG} in {path}, which `pullback targets --out` writes there.")

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pullback.checks import of_kind
 from pullback.errors import ModelError, ShapeError
 from pullback.tokens import TokenLayout
 from pullback.vggt.network.aggregator import Aggregator
@@ -45,6 +46,13 @@ class VGGTNetwork(nn.Module):
 
     def __init__(self, config: VGGTConfig | None = None) -> None:
         super().__init__()
+        of_kind(
+            "config",
+            config,
+            (VGGTConfig, type(None)),
+            "a VGGTConfig; weights are read by VGGT.from_pretrained",
+            ModelError,
+        )
         self.config = config = config or VGGTConfig()
         self.aggregator = Aggregator(config)
         self.camera_head = CameraHead(config) if "camera" in config.heads else None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pullback.checks import of_kind
 from pullback.errors import ShapeError
 
 
@@ -20,6 +21,7 @@ def decode_pose(encoding: Tensor, image_size: tuple[int, int]) -> tuple[Tensor, 
     _expect(encoding, "encoding", (9,))
     translation, quaternion, fov = encoding.split((3, 4, 2), -1)
     extrinsics = torch.cat([rotation_matrix(quaternion), translation[..., None]], -1)
+    of_kind("image_size", image_size, (tuple, list), "(height, width) in pixels", ShapeError)
     height, width = image_size
     half = encoding.new_tensor([height / 2, width / 2])
     focal_y, focal_x = (half / (fov / 2).tan()).unbind(-1)

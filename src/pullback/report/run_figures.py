@@ -1,0 +1,112 @@
+"""Figures of a training run and of a search for a plan, drawn from their files alone (needs matplotlib)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
+
+from pullback.report.canvas import DPI, LIGHT, Theme, png, style, title
+from pullback.report.wording import short_name
+from pullback.runs import documents as files
+from pullback.runs.files import write_bytes
+
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
+_MARKERS = "osD^vP"
+_LOSS, _SCORE = "loss", "score"
+_BUDGETS = {
+    "flops": "share of the model's operations",
+    "milliseconds": "milliseconds a batch",
+    "degradation": "degradation of the output",
+}
+
+
+def draw_training(folder: Path) -> list[str]:
+    """Draw `training.png`; nothing where no validation has been written."""
+    rows, _ = files.read_training(folder)
+    if not rows:
+        return []
+    write_bytes(folder / files.TRAINING_FIGURE, training_png(rows))
+    return [files.TRAINING_FIGURE]
+
+
+def draw_plan(folder: Path) -> list[str]:
+    """Draw `plan.png`; nothing where no trials are known."""
+    document = files.read_plan(folder)
+    if not document["trials"]:
+        return []
+    write_bytes(folder / files.PLAN_FIGURE, plan_png(document))
+    return [files.PLAN_FIGURE]
+
+
+def training_png(rows: list[dict[str, Any]], theme: Theme = LIGHT, dpi: int = DPI, narrow: bool = False) -> bytes:
+    """Draw the losses of a run (left) and the scores on held-out images (right) against the steps taken.
+
+    The score that decides which weights are kept is left out where it is one of the others; errors become bands.
+    """
+    series = _series(rows)
+    fields = [[name for name in series if (_LOSS in name) == lost] for lost in (True, False)]
+    fields = [names for names in fields if names]
+    with style(theme):
+        size = (4.8, 2.9 * len(fields) + 0.5) if narrow else (9.6, 3.4)
+        figure = Figure(figsize=size, layout="constrained")
+        shape = (len(fields), 1) if narrow else (1, len(fields))
+        for axes, names in zip(figure.subplots(*shape, squeeze=False).flat, fields, strict=True):
+            for place, name in enumerate(names):
+                colour, marker = _COLOURS[place % len(_COLOURS)], _MARKERS[place % len(_MARKERS)]
+                steps, values = zip(*series[name].items(), strict=True)
+                axes.plot(steps, values, color=colour, marker=marker, ms=4, label=name.replace("_", " "))
+                errors = [2 * (row.get(f"{name}_se") or 0.0) for row in rows if row["step"] in series[name]]
+                low, high = ([v + sign * e for v, e in zip(values, errors, strict=True)] for sign in (-1, 1))
+                axes.fill_between(steps, low, high, color=colour, alpha=0.15, lw=0)
+            axes.set(xlabel="step", ylabel="training loss" if _LOSS in names[0] else "on held-out images")
+            axes.grid(axis="y", color=theme.faint, alpha=0.25, lw=0.6)
+            axes.legend(frameon=False, fontsize=8)
+        best = max((row for row in rows if row.get(_SCORE) is not None), key=lambda row: row[_SCORE], default=None)
+        words = "" if best is None else f", best score {best[_SCORE]:.4g} at step {best['step']:,}"
+        title(figure, f"{rows[-1]['step']:,} steps{words}")
+        return png(figure, dpi)
+
+
+def _series(rows: list[dict[str, Any]]) -> dict[str, dict[int, float]]:
+    """Return what was written at each step, by name, without errors and without the score where it has another name."""
+    names = [name for name in dict.fromkeys(name for row in rows for name in row) if name != "step"]
+    series = {name: {row["step"]: row[name] for row in rows if row.get(name) is not None} for name in names}
+    series = {name: values for name, values in series.items() if values and not name.endswith("_se")}
+    if any(values == series.get(_SCORE) for name, values in series.items() if name != _SCORE):
+        del series[_SCORE]
+    return series
+
+
+def plan_png(document: dict[str, Any], theme: Theme = LIGHT, dpi: int = DPI, narrow: bool = False) -> bytes:
+    """Draw what the budget limits against the ratio, for every plan that was tried, with the budget and the choice."""
+    name, limit = document["budget"]["name"], document["budget"]["limit"]
+    measured = "degradation" if name == "degradation" else "cost"
+    known = [trial for trial in document["trials"] if trial[measured] is not None]
+    with style(theme):
+        figure = Figure(figsize=(4.8, 4.4) if narrow else (7.6, 4.0), layout="constrained")
+        axes = figure.subplots()
+        for place, stages in enumerate(dict.fromkeys(tuple(trial["stages"]) for trial in known)):
+            own = sorted((t for t in known if tuple(t["stages"]) == stages), key=lambda trial: trial["ratio"])
+            axes.plot(
+                [trial["ratio"] for trial in own],
+                [trial[measured] for trial in own],
+                color=_COLOURS[place % len(_COLOURS)],
+                marker=_MARKERS[place % len(_MARKERS)],
+                ms=4,
+                lw=1.2,
+                label=f"after block{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}",
+            )
+        axes.axhline(limit, color=theme.faint, lw=0.9, ls=(0, (4, 3)), label="the budget")
+        axes.plot([document["ratio"]], [document[name]], "o", ms=13, mfc="none", mec=theme.ink, label="the plan")
+        axes.set_xlabel("share of the patch tokens removed, in all")
+        axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        axes.set_ylabel(_BUDGETS[name])
+        if name == "flops":
+            axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        axes.grid(color=theme.faint, alpha=0.25, lw=0.6)
+        axes.legend(frameon=False, fontsize=8)
+        title(figure, f"{short_name(document['model'])}: {document['measured']} plans tried")
+        return png(figure, dpi)
