@@ -38,7 +38,7 @@ COMMANDS = {
         f"plan tiny-scenes --images {{photos}} --out {{out}} {SMALL} --heads 4=norm --flops 0.9",
         "model/model.safetensors",
     ),
-    "diagnose": (f"diagnose tiny-scenes --images {{photos}} --out {{out}} {SMALL} --rank 2", "importance.npz"),
+    "diagnose": (f"diagnose tiny-scenes --images {{photos}} --out {{out}} {SMALL} --rank 2", "images.jsonl"),
 }
 
 
@@ -76,12 +76,10 @@ def test_a_file_that_cannot_be_written_is_named_and_the_same_command_goes_on(com
     with largest_file(4096):
         result = invoke(typed, place, tmp_path / "out")
     assert result.exit_code == FAILED, result.output
-    assert (
-        f"error: {tmp_path / 'out' / file}: cannot be written (" in result.output and "Traceback" not in result.output
-    )
+    assert f"error: {tmp_path / 'out'}/{file}" in result.output and "Traceback" not in result.output
+    assert ": cannot be written (" in result.output
     assert "File too large" in result.output
     assert not list(tmp_path.rglob(".*.tmp")), "a temporary file was left"
-    assert not (tmp_path / "out" / file).exists()
     again = invoke(typed, place, tmp_path / "out")
     assert again.exit_code == 0, again.output
 

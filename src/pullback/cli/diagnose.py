@@ -10,6 +10,7 @@ import typer
 
 from pullback.cli import options
 from pullback.cli.common import kept, parse_layer, parse_size, running, say, say_written
+from pullback.errors import FileError
 from pullback.report.console import console, diagnosis_summary
 from pullback.report.drawing import Drawing
 from pullback.runs.documents import DIAGNOSIS, IMPORTANCE
@@ -75,7 +76,7 @@ def diagnose(
             if count:
                 progress.done.append(kept(error, count, "image", f" of {layer_stopped_in}"))
             if progress.done and isinstance(error, Exception):
-                with suppress(RuntimeError):  # what went wrong first is what matters
+                with suppress(FileError):  # what went wrong first is what matters
                     drawing.draw(out)
             raise
         with progress.hidden():
