@@ -80,7 +80,7 @@ class FitConfig(StepConfig):
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "validate_every"):
-            whole_number(name, getattr(self, name), expected="at least 1, a whole number")
+            whole_number(name, getattr(self, name))
         if self.patience is not None:
             whole_number("patience", self.patience, expected="at least 1 validation, or None for no limit")
         whole_number("warmup", self.warmup, least=0)
