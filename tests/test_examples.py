@@ -32,11 +32,11 @@ def shown(value: object) -> str:
     """What a notebook would show: "html", "picture", "figure" or "text"."""
     if isinstance(value, Image.Image):
         return "picture"
+    if hasattr(value, "savefig"):  # some versions of matplotlib give figures a _repr_html_ that returns None
+        return "figure"
     if (html := getattr(value, "_repr_html_", None)) is not None:
         assert "<div" in html()
         return "html"
-    if hasattr(value, "savefig"):
-        return "figure"
     assert len(repr(value)) < 300
     return "text"
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from pullback.backbones.loading import fetched_file, first_line
 from pullback.checks import of_kind
-from pullback.errors import DamagedModelError, ModelError
+from pullback.errors import DamagedModelError, ModelError, PullbackError
 from pullback.runs.files import CONFIG, WEIGHTS, write_network, write_text
 
 CARD, MODEL, CHECKPOINT = "README.md", "model", "checkpoint.pt"
@@ -124,9 +124,10 @@ class Pretrained(nn.Module):
             )
         try:
             model = cls.from_config(cls.config_from_dict(document))
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, PullbackError) as error:
+            reason = str(error) if isinstance(error, PullbackError) else f"{error!r}."
             raise DamagedModelError(
-                f"name: {CONFIG} in {name} is not one of {cls.kind}: {error!r}. Save it again."
+                f"name: {CONFIG} in {name} is not one of {cls.kind}: {reason} Save it again."
             ) from None
         try:
             model.load_state_dict(load_file(_file(str(name), WEIGHTS)))
