@@ -101,7 +101,7 @@ class Pretrained(nn.Module):
             )
         try:
             model = cls.from_config(cls.config_from_dict(document))
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, ModelError) as error:
             raise DamagedModelError(
                 f"name: {CONFIG} in {name} is not one of {cls.kind}: {error!r}. Save it again."
             ) from None
