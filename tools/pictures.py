@@ -27,6 +27,14 @@ COMMANDS: dict[str, tuple[list[str], str]] = {
         ],
         "found/tokens_L08.png",
     ),
+    "look": (
+        [
+            DEMO,
+            "pullback look tiny-scenes demo-out/images/scene-02.png --decoder cls --decoder depth-6x6 --layer 6 "
+            "--layer 10 --out found",
+        ],
+        "found/scene-02.png",
+    ),
     "pruning": (
         [
             DEMO,

@@ -66,4 +66,6 @@ def shown(value: Any) -> str:
     text, kind = repr(value), type(value).__name__
     if len(text) <= 80 and "\n" not in text:
         return text
+    if text.startswith("<"):  # functions, classes
+        return f"{text[:60].splitlines()[0]}…"
     return f"{kind} {text[:60].splitlines()[0]}…" if isinstance(value, str | list | tuple | dict) else f"a {kind}"

@@ -31,7 +31,7 @@ def test_sizes_are_those_of_the_model(name):
 
 def test_a_backbone_is_written_in_one_line_without_its_weights():
     written = repr(load_backbone(model_of("dinov2-registers")))
-    assert written.startswith("Backbone(name='Dinov2WithRegistersModel', family='dinov2-registers', prefix=3, patch")
+    assert written.startswith("Backbone('Dinov2WithRegistersModel', family dinov2-registers, 3 blocks of width 24")
     assert "\n" not in written and "tensor" not in written
 
 

@@ -9,7 +9,7 @@ import transformers as tf
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 
-from helpers.families import model_of
+from helpers.families import model_of, save
 from pullback.backbones import load_backbone
 from pullback.backbones.loading import fetched_file, known_file
 from pullback.errors import ModelError
@@ -104,6 +104,21 @@ def test_a_missing_weight_is_an_error_not_a_random_number(name, change, tmp_path
         load_backbone(tmp_path)
 
 
+SHALLOWER = ("dinov2", "dinov2-registers", "dinov3", "clip", "siglip", "vit", "deit", "tiny-scenes")
+
+
+@pytest.mark.parametrize("name", SHALLOWER)
+def test_a_configuration_with_fewer_blocks_than_the_weights_is_refused(name, tmp_path):
+    save(model_of(name), tmp_path)
+    load_backbone(tmp_path, device="cpu")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config = {key: value for key, value in config.items() if key not in ("out_features", "out_indices", "stage_names")}
+    field = "layers" if name == "tiny-scenes" else "num_hidden_layers"
+    (tmp_path / "config.json").write_text(json.dumps(config | {field: config[field] - 1}))
+    with pytest.raises(ModelError, match=r"holds weights of more blocks than its config.json asks for, \d+ .*Correct"):
+        load_backbone(tmp_path, device="cpu")
+
+
 @READERS
 def test_truncated_weights_are_an_error(name, tmp_path):
     model_of(name).save_pretrained(tmp_path)
@@ -154,6 +169,16 @@ def test_a_device_that_is_not_there_is_refused(device, saved):
         load_backbone(saved, device=device)
 
 
+def test_a_module_stays_where_it_is_and_another_place_is_refused():
+    model = model_of("dinov2")
+    for device in ("auto", "cpu", torch.device("cpu")):
+        assert load_backbone(model, device=device, dtype=torch.float64).model is model
+    with pytest.raises(ModelError, match=r"device: a module is used where it is, which is 'cpu', got 'meta'. Move it"):
+        load_backbone(model, device="meta")
+    with pytest.raises(ModelError, match=r"dtype: a module is used as it is, in torch.float64, got torch.float32"):
+        load_backbone(model, dtype=torch.float32)
+
+
 def test_a_hub_that_cannot_be_reached_is_named_and_files_that_may_be_absent_are_taken_as_absent(monkeypatch):
     def unreachable(name, filename):
         raise LocalEntryNotFoundError("a long story\nof many lines")
@@ -164,3 +189,17 @@ def test_a_hub_that_cannot_be_reached_is_named_and_files_that_may_be_absent_are_
     with pytest.raises(ModelError, match="the hub cannot be reached"):
         fetched_file("facebook/dinov2-giant", "model.safetensors")
     assert known_file("facebook/dinov2-giant", "model.safetensors.index.json") is None
+
+
+def test_a_model_of_a_known_type_that_holds_no_vit_is_refused_with_what_is_missing():
+    class Strange(torch.nn.Module):
+        config = tf.ViTConfig()
+
+    with pytest.raises(ModelError, match=r"model: Strange has none of layers, .* Expected a ViT of its family .*5\.17"):
+        load_backbone(Strange().eval())
+
+
+@pytest.mark.parametrize("kind", [tf.ViTForImageClassification, tf.ViTForMaskedImageModeling])
+def test_a_model_with_something_on_top_of_its_vit_is_taken_apart_as_that_vit(kind):
+    model = kind(model_of("vit").config).eval()
+    assert load_backbone(model).model is model and load_backbone(model).depth == 3

@@ -40,7 +40,8 @@ def figures() -> None:
 def no_figures(request, monkeypatch):
     """A process for each figure costs seconds, and one test is enough for them."""
     if "figures" not in request.fixturenames:
-        monkeypatch.setattr("pullback.cli.train.Drawing", lambda: nullcontext(SimpleNamespace(draw=lambda out: [])))
+        nothing = SimpleNamespace(draw=lambda out: [])
+        monkeypatch.setattr(sys.modules["pullback.cli.train"], "Drawing", lambda: nullcontext(nothing))
 
 
 @pytest.fixture(scope="module")

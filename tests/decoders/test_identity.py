@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import runpy
 import subprocess
 import sys
 import textwrap
@@ -271,8 +272,16 @@ def test_the_camera_metric_is_known_by_its_units_to_the_last_digit():
 
 
 def test_a_compiled_module_is_the_module():
-    module = linear()
-    assert decoder_identity(torch.compile(module)) == decoder_identity(module)
+    class Compiled(nn.Module):  # as torch.compile returns it, without the seconds that its import takes
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self._orig_mod = module
+            self.something = threading.Lock()
+
+        def forward(self, tokens):
+            return self._orig_mod(tokens)
+
+    assert decoder_identity(Compiled(linear()).eval()) == decoder_identity(linear())
 
 
 def test_recursion_and_shared_parts_end():
@@ -286,7 +295,7 @@ SCRIPT = '''
 import torch
 {blank}
 import pullback as pb
-from helpers.families import model_of
+from pullback.decoders.identity import identity_of
 
 readout = torch.arange(24.0, dtype=torch.float64)
 table = {{"scale": 2.0, "names": {{"a", "b", "c", "d"}}}}
@@ -309,23 +318,26 @@ def decode(tokens):
     return tokens[:, 0] @ readout if "a" in {{"a", "b", "c"}} else tokens
 
 for choice in (decode, Head().eval(), pb.PatchGrid(lambda x: x.mean((2, 3)))):
-    print(pb.load_probe(model_of("dinov2"), choice, 1).identity["decoder_identity"])
+    print(identity_of(choice, argument="decoder"))
 '''
 
 
-def test_the_identity_is_the_same_in_another_process_from_another_file(tmp_path):
-    """Other hash seeds, line numbers, docstrings and folders; the set in it has another order."""
-    found = []
-    for number, blank in enumerate(("", "\n\n\n")):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        script = folder / f"script{number}.py"
+def test_the_identity_is_the_same_in_another_process_from_another_file(tmp_path, capsys):
+    """Other hash seeds, line numbers, docstrings and folders; the sets in it have another order."""
+
+    def write(number: int, blank: str) -> str:
+        (tmp_path / str(number)).mkdir()
+        script = tmp_path / str(number) / f"script{number}.py"
         script.write_text(textwrap.dedent(SCRIPT.format(blank=blank, words=f"words {number}")))
-        environment = {"PYTHONHASHSEED": str(number), "PYTHONPATH": ":".join(filter(None, sys.path))}
-        run = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, timeout=300)
-        assert run.returncode == 0, run.stderr
-        found.append(run.stdout)
-    assert found[0] == found[1] and len(set(found[0].split("\n")[:3])) == 3
+        return str(script)
+
+    runpy.run_path(write(0, ""), run_name="__main__")
+    here = capsys.readouterr().out
+    environment = {"PYTHONHASHSEED": "1", "PYTHONPATH": ":".join(filter(None, sys.path))}
+    command = [sys.executable, write(1, "\n\n\n")]
+    there = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert there.returncode == 0, there.stderr
+    assert here == there.stdout and len(set(here.split("\n")[:3])) == 3
 
 
 def test_a_logger_is_refused_or_known_but_never_an_address():
@@ -336,3 +348,29 @@ def test_a_logger_is_refused_or_known_but_never_an_address():
         assert "0x" not in str(error)
     else:
         assert first == decoder_identity(lambda tokens: (logger.debug("x"), tokens[:, 0])[1])
+
+
+def test_a_closure_over_the_backbone_is_known_wherever_the_model_lies(tmp_path):
+    from helpers.families import save
+
+    def known(folder) -> str:
+        backbone = pb.load_backbone(folder, device="cpu")
+        decoder = pb.Decoder("own", (2,), lambda taps, layout: backbone.norm(taps[0][:, 0]), normed=False)
+        return decoder.identity(backbone.model)
+
+    for name in ("here", "there"):
+        save(model_of("dinov2"), tmp_path / name)
+    assert known(tmp_path / "here") == known(tmp_path / "there")
+
+
+def test_what_a_cached_property_has_computed_is_no_part_of_an_object():
+    class Cached(Scaled):
+        @functools.cached_property
+        def doubled(self):
+            return 2 * self.factor
+
+        def forward(self, tokens):
+            return tokens[:, 0] * self.doubled
+
+    fresh, used = Cached(2.0), Cached(2.0)
+    assert used.doubled == 4.0 and decoder_identity(fresh) == decoder_identity(used) != decoder_identity(Cached(3.0))

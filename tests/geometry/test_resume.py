@@ -108,8 +108,10 @@ def test_a_row_that_was_half_written_is_computed_again(photos, tmp_path):
         run_diagnosis(asked, tmp_path / "cut", Interrupted(2))
     rows = tmp_path / "cut" / "images.jsonl"
     rows.write_bytes(rows.read_bytes()[:-40])
+    (tmp_path / "cut" / ".diagnosis.json.abc.tmp").write_text("{")
     second = Interrupted()
     run_diagnosis(asked, tmp_path / "cut", second)
+    assert not [path.name for path in (tmp_path / "cut").iterdir() if path.name.startswith(".")]
     assert second.images == IMAGES - 1 and results(tmp_path / "cut") == results(tmp_path / "whole")
 
 

@@ -337,9 +337,9 @@ def test_a_score_that_is_nan_is_a_clear_error():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"steps": 0}, "steps: expected at least 1, got 0"),
-        ({"batch": 0}, "batch: expected at least 1, got 0"),
-        ({"validate_every": 0}, "validate_every: expected at least 1, got 0"),
+        ({"steps": 0}, "steps: expected a whole number of at least 1, got 0"),
+        ({"batch": 0}, "batch: expected a whole number of at least 1, got 0"),
+        ({"validate_every": 0}, "validate_every: expected a whole number of at least 1, got 0"),
         ({"patience": 0}, "patience: expected at least 1 validation, or None for no limit, got 0"),
         ({"precision": "fp8"}, "precision: expected one of float32, bf16, got 'fp8'"),
     ],

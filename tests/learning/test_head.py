@@ -267,7 +267,7 @@ def test_rounds_are_kept_in_the_folder(tmp_path):
 
 
 def test_there_is_at_least_one_round():
-    with pytest.raises(ModelError, match="rounds: expected at least 1, got 0"):
+    with pytest.raises(ModelError, match="rounds: expected a whole number of at least 1, got 0"):
         ImportanceHead(DIM, WIDTH, rounds=0)
 
 

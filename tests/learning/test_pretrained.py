@@ -190,7 +190,7 @@ def test_a_config_without_a_value_is_refused(head, tmp_path):
 def test_a_config_with_a_value_of_the_wrong_type_is_refused(head, tmp_path):
     changed_config(head.save_pretrained(tmp_path), width="wide")
     with pytest.raises(
-        ModelError, match=r"config.json in .* is not one of importance-head: ModelError.*width: expected"
+        ModelError, match=r"config.json in .* is not one of importance-head: width: expected .* got 'wide'"
     ):
         ImportanceHead.from_pretrained(tmp_path)
 

@@ -95,7 +95,7 @@ def test_an_image_that_has_changed_since_is_refused(photos, table, tmp_path):
     (copy / "03.png").write_bytes(encoded(77))
     read = reader_of(table, copy)
     assert read(torch.tensor([0])).shape == (1, 7, 24)
-    with pytest.raises(ImageError, match=r"source: 03.png has changed since its targets were computed. Compute them"):
+    with pytest.raises(ImageError, match=r"source: 03.png has changed since it was first read\. Targets .* anew"):
         read(torch.tensor([0, table.keys.index("03.png")]))
 
 
@@ -117,6 +117,11 @@ def test_broken_files_are_left_out_of_training_images(photos):
     wanted = small_probe().pixel_format(SIZE)
     assert [row.item.key for row in readable_rows(photos, wanted)] == [f"{number:02d}.png" for number in range(7)]
     assert [row.item.key for row in readable_rows(photos, wanted, limit=4)] == ["00.png", "01.png", "02.png"]
+
+
+def test_files_that_are_left_out_are_named_in_the_log(photos, caplog):
+    readable_rows(photos, PixelFormat.of(28))
+    assert "left out 1 of 8 images: 02-broken.png: not a readable image" in caplog.text
 
 
 def test_a_source_of_broken_files_is_an_error(tmp_path):

@@ -14,6 +14,7 @@ from helpers.families import images_for, model_of
 from helpers.pictures import small_probe, write_pictures
 from helpers.vggt_models import scenes, tiny
 from pullback.data import normalised
+from pullback.data.images import centre_crop
 from pullback.errors import ImageError, PullbackError
 
 ANY_FORM = r"expected .*\[B, 3, H, W\].* PIL"
@@ -295,7 +296,7 @@ FORMS = {
 }
 
 
-@settings(derandomize=True, max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(derandomize=True, max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 @given(array=pixel_arrays(), form=st.sampled_from(sorted(FORMS)), normalized=st.booleans())
 def test_any_array_is_read_rightly_or_refused_in_words(array, form, normalized):
     """Whatever comes in: finite features of whole images, the same as through the plain route, or an ImageError."""
@@ -319,6 +320,29 @@ def test_any_array_is_read_rightly_or_refused_in_words(array, form, normalized):
     assert found.min() >= -2.2 and found.max() <= 2.7  # what ImageNet's mean and std make of 0 and 255
     if array.shape[-3] == 3:
         torch.testing.assert_close(found, normalised(torch.from_numpy(array).reshape(found.shape).float() / 255))
+
+
+@settings(derandomize=True, max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    count=st.integers(1, 3),
+    grid=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    single=st.booleans(),
+    form=st.sampled_from(["array", "list of arrays", "list of tensors", "processor", "tensor"]),
+    seed=st.integers(0, 9),
+)
+def test_usual_pictures_are_normalised_whatever_they_come_in(count, grid, single, form, seed):
+    """uint8 of whole patches, channels first or last, and floats that were normalised by hand all mean the same."""
+    batch, rgb = small_probe().backbone.batch, noise(14 * grid[0], 14 * grid[1], count, seed)
+    expected = normalised(rgb.float() / 255)
+    taken = slice(0, 1) if single else slice(None)
+    inner = (0,) if single and "list" not in form else taken
+    for pixels in (rgb, expected):
+        torch.testing.assert_close(batch(FORMS[form](pixels[inner].numpy())), expected[taken])
+    files = [
+        small_probe().pixel_format().tensor(centre_crop(picture, small_probe().pixel_format()))
+        for picture in pictures_of(rgb[taken])
+    ]
+    assert torch.equal(batch(FORMS[form](rgb.permute(0, 2, 3, 1)[inner].numpy())), torch.stack(files))
 
 
 @settings(derandomize=True, max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))

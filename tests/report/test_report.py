@@ -174,7 +174,7 @@ def test_a_hedged_regime_and_that_of_the_patches_are_printed(folder, document):
     assert "over patches  " not in printed(document, 200).replace("CV over patches", ""), "older files have none"
     over_patches = {"regime": "i", "regime_title": "rich spectrum", "regime_could_be": []}
     document["layers"][0].update(regime_could_be=HEDGED, regime_over_patches=over_patches)
-    words = "(iii) marginal rank, could be (i) or (ii) low rank, spread over tokens"
+    words = "(iii) marginal rank, could be (i) or (ii, spread over tokens)"
     rows = [" ".join(line.split()) for line in printed(document, 200).splitlines()]
     assert any(row.startswith("over patches (i) rich spectrum") for row in rows)
     assert f"L02: regime {words}." in rows and "hooks: regime (iii) marginal rank." in rows

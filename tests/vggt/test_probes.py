@@ -240,6 +240,14 @@ def test_what_does_not_fit_is_refused_with_the_reason(model, images):
     for other, decoder in (("tiny-scenes", "cls"), (model, "depth"), (model, pb.load_probe(model).decoder)):
         with pytest.raises(DecoderError, match="pose_derivative: only the cameras of a VGGT have a choice"):
             pb.load_probe(other, decoder, pose_derivative="official", device="cpu")
+    points = pb.load_probe(model, "points-9999", 1)
+    with pytest.raises(
+        DecoderError, match=r"decoder: 'points-9999' asks for more points than the \d views have pixels"
+    ):
+        points(points.features(images))
+    cells = pb.load_probe(model, "depth-99x3", 1)
+    with pytest.raises(DecoderError, match=r"decoder: 'depth-99x3' averages a depth map down .* Use 'depth'"):
+        cells(cells.features(images))
     probe = pb.load_probe(model, "camera", 1)
     with pytest.raises(pb.PullbackError, match=r"whose samples are scenes of several views\. Take targets_of"):
         pb.compute_targets(probe, [__file__], out="targets")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import mean, stdev
 from typing import Any
 
-from pullback.report.wording import lower_bound, plain, plus_minus
+from pullback.report.wording import lower_bound, plain, plus_minus, regime_label
 
 from .common import joined, pm, read, said, signed, source, span, table
 
@@ -52,7 +52,7 @@ COLUMNS = {
     "CV (null)": ("cv", lambda row: f"{plain(row['cv'])} ({plain(row['cv_null'], 2)})"),
     "K_eff": ("k_eff", lambda row: plus_minus(row.get("k_eff"), row.get("k_eff_se"))),
     "rank J": (None, lambda row: rank_of(row.get("jacobian_rank"))),
-    "regime": ("regime", lambda row: row["regime"]),
+    "regime": ("regime", regime_label),
     "products": (None, lambda row: f"{sum(row['products']['total'].values()) / row['scenes']:,.0f}"),
 }
 
@@ -104,9 +104,8 @@ def taxonomy() -> str:
                 points["regime"] == "ii" and depth["regime"] == "iii",
                 "**Points and depth at a middle layer** are not rich here. The paper puts both into regime (i); on "
                 "`tiny-views` 20 directions "
-                f"capture {100 * points['kappa']:.0f} % for points, regime (ii), and {100 * depth['kappa']:.0f} % for "
-                "full depth maps, "
-                "regime (iii).",
+                f"capture {100 * points['kappa']:.0f} % for points, regime ({regime_label(points)}), and "
+                f"{100 * depth['kappa']:.0f} % for full depth maps, regime (iii).",
             ),
             said(
                 depth_at["r_eff_slq"] > 2 * depth["r_eff_slq"] and points_at["r_eff_slq"] < points["r_eff_slq"],

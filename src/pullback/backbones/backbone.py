@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from pullback.backbones.block import Block, Norm, Rope, TokenMap
 from pullback.backbones.samples import Samples, image_samples
-from pullback.data.images import ImageBatch, ImageSource, PixelFormat, read_images
+from pullback.data.images import ImageBatch, ImageSource, PixelFormat, checked_size, read_images
 from pullback.data.pictures import Pictures, as_pixels
 from pullback.errors import ImageError, ModelError, ShapeError
 from pullback.operators import FunctionLinearization, Linearization
@@ -335,10 +335,8 @@ class Backbone(AnyBackbone):
         return replace(self, rope_tables=lambda layout: tables(layout).gather(positions))
 
     def check_size(self, size: Size) -> None:
-        size = self.preprocessing.size if size is None else size
-        height, width = (size, size) if isinstance(size, int) else size
-        if min(height, width) > 0:  # the reader of images explains other sizes
-            self.token_layout(torch.empty(0, 3, height, width))
+        height, width = checked_size(self.preprocessing.size if size is None else size)
+        self.token_layout(torch.empty(0, 3, height, width))
 
     def read(self, path: ImageSource, size: Size = None, limit: int | None = None) -> Samples:
         batch = self.read_images(path, size, limit)

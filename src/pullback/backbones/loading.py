@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,19 +30,21 @@ from pullback.models.tiny_scenes import TinyScenes, TinyScenesConfig
 from pullback.registry import BackboneEntry, backbones, resolve
 
 Model = str | os.PathLike[str] | nn.Module
+_BLOCK_NUMBER = re.compile(r"\.\d+\.")
 
 
 def load_any_backbone(
-    model: Model, *, device: str | torch.device = "auto", dtype: torch.dtype = torch.float32
+    model: Model, *, device: str | torch.device = "auto", dtype: torch.dtype | None = None
 ) -> AnyBackbone:
-    """A frozen backbone of any family, in evaluation mode.
+    """A frozen backbone of any family, in evaluation mode, in float32 unless another ``dtype`` is asked for.
 
     A module that is passed in is used as it is: it must be in evaluation mode, and stays on its device in its dtype.
+    Another device or dtype is refused.
     """
     return _load(model, *_identified(model), device, dtype)
 
 
-def load_backbone(model: Model, *, device: str | torch.device = "auto", dtype: torch.dtype = torch.float32) -> Backbone:
+def load_backbone(model: Model, *, device: str | torch.device = "auto", dtype: torch.dtype | None = None) -> Backbone:
     """A frozen ViT as `load_any_backbone` loads it. Models of several views, and other networks, are refused."""
     _check_kind(model)
     if not isinstance(model, nn.Module) and Path(model).is_file():
@@ -92,6 +94,12 @@ def resolve_device(device: str | torch.device) -> torch.device:
     return resolved
 
 
+def check_dtype(dtype: torch.dtype) -> None:
+    """Refuse a dtype in which weights cannot be."""
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ModelError(f"dtype: expected a floating-point one such as torch.float32, got {dtype!r}.")
+
+
 def check_evaluation_mode(module: nn.Module, argument: str) -> None:
     """Refuse a module of which any part is in train mode."""
     training = [name or type(module).__name__ for name, part in module.named_modules() if part.training]
@@ -137,7 +145,7 @@ def _recognised(model: nn.Module) -> BackboneEntry:
 
 
 def _load(
-    model: Model, entry: BackboneEntry, config: dict[str, Any], device: str | torch.device, dtype: torch.dtype
+    model: Model, entry: BackboneEntry, config: dict[str, Any], device: str | torch.device, dtype: torch.dtype | None
 ) -> AnyBackbone:
     def adapt(module: nn.Module, name: str) -> AnyBackbone:
         backbone = resolve(entry.adapt)(module, name)
@@ -150,9 +158,11 @@ def _load(
 
     if isinstance(model, nn.Module):
         check_evaluation_mode(model, "model")
-        return adapt(model, type(model).__name__)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ModelError(f"dtype: expected a floating-point one such as torch.float32, got {dtype!r}.")
+        backbone = adapt(model, type(model).__name__)
+        _check_place(backbone, device, dtype)
+        return backbone
+    dtype = torch.float32 if dtype is None else dtype
+    check_dtype(dtype)
     name, target = os.fspath(model), resolve_device(device)
     if entry.load is not None:
         module = resolve(entry.load)(name, target, dtype)
@@ -162,6 +172,20 @@ def _load(
     module = module.to(device=target, dtype=dtype).eval().requires_grad_(False)
     backbone = adapt(module, name if name in EMBEDDED else where)
     return replace(backbone, preprocessing=published_preprocessing(where, backbone.preprocessing))
+
+
+def _check_place(backbone: AnyBackbone, device: str | torch.device, dtype: torch.dtype | None) -> None:
+    """Refuse a device or dtype that a module which was passed in is not in: it is the user's, and stays as it is."""
+    wanted = backbone.device if str(device) == "auto" else resolve_device(device)
+    if wanted.type != backbone.device.type or wanted.index not in (None, backbone.device.index):
+        raise ModelError(
+            f"device: a module is used where it is, which is {str(backbone.device)!r}, got {str(device)!r}. Move it "
+            f"first: model.to({str(device)!r})."
+        )
+    if dtype not in (None, backbone.dtype):
+        raise ModelError(
+            f"dtype: a module is used as it is, in {backbone.dtype}, got {dtype}. Cast it first: model.to({dtype})."
+        )
 
 
 def _claimed(name: str) -> BackboneEntry | None:
@@ -199,6 +223,7 @@ def _read_with_transformers(name: str, entry: BackboneEntry) -> nn.Module:
         check_safetensors(Path(name))
         raise ModelError(f"model: the weights of {name!r} could not be loaded: {first_line(error)}.") from None
     _check_report(name, entry, report)
+    _check_blocks(name, module, report["unexpected_keys"])
     return _without_random_parts(module, entry, report)
 
 
@@ -210,6 +235,20 @@ def _check_report(name: str, entry: BackboneEntry, report: dict) -> None:
         raise ModelError(
             f"model: {name!r} lacks {counted(len(wrong), 'weight')} that {entry.name} needs, such as "
             f"{sorted(wrong)[0]}; they would be random. Is it a complete checkpoint of this family?"
+        )
+
+
+def _check_blocks(name: str, module: nn.Module, unused: Iterable[str]) -> None:
+    """Refuse weights of more blocks than the configuration has: the network would end in the middle, and say nothing.
+
+    Other weights that are not used belong to parts that this package does not read, such as a text tower.
+    """
+    known = {_BLOCK_NUMBER.sub(".*.", key) for key in module.state_dict()}
+    beyond = sorted(key for key in unused if _BLOCK_NUMBER.sub(".*.", key) in known)
+    if beyond:
+        raise ModelError(
+            f"model: {name!r} holds weights of more blocks than its config.json asks for, {len(beyond)} of them, such "
+            f"as {beyond[0]}: the network would be cut off. Correct num_hidden_layers, or save a model of fewer blocks."
         )
 
 
@@ -324,6 +363,7 @@ def _filled(model: nn.Module, state: dict[str, Tensor], name: str, kind: str) ->
             f"model: {name!r} lacks {counted(len(wrong), 'weight')} that {kind} needs, or has another "
             f"shape there, such as {sorted(wrong)[0]}. Is it a complete checkpoint of this family?"
         )
+    _check_blocks(name, model, state.keys() - expected.keys())
     model.load_state_dict({key: state[key] for key in expected if key in state}, strict=False, assign=True)
     vars(model)["name_or_path"] = name  # as models of transformers have it: what lies beside the weights is found again
     return model

@@ -43,7 +43,7 @@ def recognise(module: nn.Module) -> bool:
 
 def adapt(model: Any, name: str) -> Backbone:
     """Take a ViT of timm apart."""
-    _check_parts(model, name)
+    _check_parts(getattr(model, "_orig_mod", model), name)  # torch.compile's wrapper has other children
     tokens = [token for token in (model.cls_token, getattr(model, "reg_token", None)) if token is not None]
     patch = model.patch_embed.proj.kernel_size
     if patch[0] != patch[1] or tuple(model.patch_embed.proj.stride) != tuple(patch):

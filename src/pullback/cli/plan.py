@@ -51,9 +51,9 @@ def plan(
         from pullback.pruning.scores import score_names
 
         budget = {"flops": flops, "milliseconds": milliseconds, "degradation": degradation}
+        refuse_scenes(model, "plan", *PRUNE_VIEWS)
         check_budget(**budget)
         named, pixels = _pairs(heads), parse_size(size)
-        refuse_scenes(model, "plan", *PRUNE_VIEWS)
         names = score_names()
         with naming("heads"):
             scores = {layer: name if name in names else ImportanceHead.from_pretrained(name) for layer, name in named}

@@ -180,9 +180,10 @@ def _collected(path: ImageSource, wanted: PixelFormat, limit: int | None) -> Ima
             pixels.append(image)
             paths.append(file)
     if not pixels:
+        files = f"{'the ' * (len(skipped) > 1)}{counted(len(skipped), 'file')}"
         raise ImageError(
-            f"path={_show(path)}: expected at least one readable image, but none of {counted(len(skipped), 'file')} "
-            f"could be used: {_listing(skipped)}. Replace these files or give another path."
+            f"path={_show(path)}: expected at least one readable image, but none of {files} could be used: "
+            f"{_listing(skipped)}. Replace these files or give another path."
         )
     return ImageBatch(torch.stack(pixels), tuple(paths), tuple(skipped))
 
@@ -344,7 +345,7 @@ class Unusable(Exception):
 
 def reason_of(error: Exception) -> str:
     """Describe in words why an image was skipped."""
-    if isinstance(error, Unusable):
+    if isinstance(error, Unusable | ImageError):
         return str(error)
     if isinstance(error, Image.DecompressionBombError | Image.DecompressionBombWarning):
         return f"image bomb: {error}"
@@ -418,6 +419,8 @@ def normalised(rgb: Tensor, mean: Sequence[float] = IMAGENET_MEAN, std: Sequence
         raise ImageError(f"rgb: expected floats in [0, 1], got {rgb.dtype}. Of uint8 use rgb / 255.")
     if rgb.ndim < 3 or rgb.shape[-3] != 3:
         raise ImageError(f"rgb: expected [..., 3, H, W], got {list(rgb.shape)}.")
+    if not _three_numbers(mean) or not _three_numbers(std):
+        raise ImageError(f"mean={shown(mean)}, std={shown(std)}: expected three numbers each.")
     centre, spread = (rgb.new_tensor(values).view(3, 1, 1) for values in (mean, std))
     return (rgb - centre) / spread
 

@@ -1,6 +1,6 @@
 """Decoders, task distances and output metrics."""
 
-from pullback.decoders.decoder import Decoder
+from pullback.decoders.decoder import Decoder, explained
 from pullback.decoders.dense import PatchGrid, SaliencyHead
 from pullback.decoders.distances import (
     DISTANCES,
@@ -12,7 +12,7 @@ from pullback.decoders.distances import (
     factor_at,
     task_distance,
 )
-from pullback.decoders.identity import identity_of
+from pullback.decoders.identity import identity_of, name_of
 from pullback.decoders.registry import DecoderChoice, build_decoder
 
 __all__ = [
@@ -27,7 +27,9 @@ __all__ = [
     "build_decoder",
     "check_distance",
     "check_metric",
+    "explained",
     "factor_at",
     "identity_of",
+    "name_of",
     "task_distance",
 ]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
@@ -77,18 +78,24 @@ class Decoder:
         `backbones.unchanged` where the taps have passed it already.
         """
         seen = [self.read(tap, norm) for tap in taps]
-        try:
-            return self.decode(seen, layout)
-        except Exception as error:  # of a function that we do not know, but for errors that speak for themselves
-            if isinstance(error, PullbackError) or is_too_large(error):
-                raise
-            raise DecoderError(self._failure(seen, error)) from error
-
-    def _failure(self, seen: Sequence[Tensor], error: Exception) -> str:
         shapes = ", ".join(str(list(tap.shape)) for tap in seen)
+        with explained(f"decoder: {self.name!r} failed on tokens {shapes} in {seen[0].dtype}", _WRAP):
+            return self.decode(seen, layout)
+
+
+_WRAP = (
+    "A decoder gets the tokens [B, N, D] in the dtype of the model; a head that reads a map [B, D, h, w], such as a "
+    "convolution, is wrapped: pb.PatchGrid(head)."
+)
+
+
+@contextmanager
+def explained(what: str, advice: str = "") -> Iterator[None]:
+    """Turn an error of a function that is not ours into one that names it; a lack of memory stays what it is."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, PullbackError) or is_too_large(error):
+            raise
         reason = (str(error).strip().splitlines() or [""])[0][:300].rstrip(".")
-        return (
-            f"decoder: {self.name!r} failed on tokens {shapes} in {seen[0].dtype}: {type(error).__name__}: {reason}. "
-            "A decoder gets the tokens [B, N, D] in the dtype of the model; a head that reads a map [B, D, h, w], such "
-            "as a convolution, is wrapped: pb.PatchGrid(head)."
-        )
+        raise DecoderError(f"{what}: {type(error).__name__}: {reason}. {advice}".strip()) from error

@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pullback.decoders.decoder import explained
+from pullback.decoders.identity import name_of
 from pullback.errors import DecoderError
 from pullback.registry import OWN_VERSION
 
@@ -101,7 +103,8 @@ def check_metric(metric: OutputMetric | None, decoder: str, *, distance: bool) -
 
 def factor_at(metric: OutputMetric, output: Tensor) -> Tensor:
     """L [B, M, k] at the base output [B, M]."""
-    factor = metric(output.detach()) if callable(metric) else metric
+    with explained(f"output_metric: {name_of(metric)} failed on outputs {list(output.shape)}"):
+        factor = metric(output.detach()) if callable(metric) else metric
     if not isinstance(factor, Tensor):
         raise DecoderError(f"output_metric: expected a factor L as a tensor, got {type(factor).__name__}.")
     factor = factor.detach().to(output)

@@ -39,6 +39,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from pullback.backbones import AnyBackbone
 from pullback.errors import DecoderError
 
 BY_NAME = frozenset(sys.stdlib_module_names) | {
@@ -148,6 +149,9 @@ class _Content:
             self._array(np.asarray(value), path)
         elif isinstance(value, nn.Module):
             self._module(value, path)
+        elif isinstance(value, AnyBackbone):  # its name is a path, and all else follows from the model
+            self.note("backbone", value.family)
+            self.add(value.model, path)
         elif isinstance(value, types.FunctionType):
             self._function(value, path)
         elif isinstance(value, types.MethodType):
@@ -293,23 +297,34 @@ class _Content:
             self.add(child, f"{path}.{name}")
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             self.add(list(hooks.values()), f"a hook of {path}")
-        self._attributes({name: value for name, value in vars(module).items() if name not in _OF_MODULES}, path)
+        held = {name: value for name, value in vars(module).items() if name not in _OF_MODULES}
+        self._attributes(self._without_caches(type(module), held), path)
 
     def _instance(self, value: Any, path: str) -> None:
         kind = type(value)
         slots = [name for base in kind.__mro__ for name in _slots(base) if hasattr(value, name)]
-        held = getattr(value, "__dict__", {}) | {name: getattr(value, name) for name in slots}
+        held = vars(value) if hasattr(value, "__dict__") else {}
+        held = held | {name: getattr(value, name) for name in slots}
         if is_known_by_name(kind.__module__):
             if not held:
                 return self._refuse(value, path)
             held = {name: item for name, item in held.items() if not name.startswith("_")}
         self._class(kind, path, _started(kind))
-        self._attributes(held, path)
+        self._attributes(self._without_caches(kind, held), path)
 
     def _attributes(self, held: Mapping[str, Any], path: str) -> None:
         for name in sorted(held):
             self.note("attribute", name)
             self.add(held[name], f"{path}.{name}" if path else name)
+
+    @staticmethod
+    def _without_caches(kind: type, held: Mapping[str, Any]) -> dict[str, Any]:
+        """Leave out values that a cached_property has put there: they follow from the others, and come and go."""
+        return {
+            name: item
+            for name, item in held.items()
+            if not isinstance(getattr(kind, name, None), functools.cached_property)
+        }
 
     def _set(self, value: set[Any] | frozenset[Any], path: str) -> None:
         if not all(type(item) in _SCALARS for item in value):
@@ -335,17 +350,15 @@ def is_known_by_name(module: str | None) -> bool:
 def _mentioned(code: types.CodeType) -> list[tuple[str, tuple[str, ...]]]:
     """Return the global names in byte code, each with the attributes that are taken of it at once."""
     found: dict[tuple[str, tuple[str, ...]], None] = {}
-    name, attributes = "", ()
-    for instruction in [*dis.get_instructions(code), None]:
-        kind = None if instruction is None else instruction.opname
-        if kind in ("LOAD_ATTR", "LOAD_METHOD") and name and instruction is not None:
-            attributes = (*attributes, str(instruction.argval))
+    name = ""
+    attributes: tuple[str, ...] = ()
+    for kind, word in [*((each.opname, each.argval) for each in dis.get_instructions(code)), ("", "")]:
+        if name and kind in ("LOAD_ATTR", "LOAD_METHOD"):
+            attributes = (*attributes, str(word))
             continue
         if name and not name.startswith("__"):
             found[name, attributes] = None
-        name, attributes = "", ()
-        if kind in ("LOAD_GLOBAL", "LOAD_NAME") and instruction is not None:
-            name = str(instruction.argval)
+        name, attributes = str(word) if kind in ("LOAD_GLOBAL", "LOAD_NAME") else "", ()
     return list(found)
 
 

@@ -49,7 +49,7 @@ def milliseconds(function: Callable[[], Any], device: torch.device | str, rounds
 @torch.no_grad()
 def race(functions: Sequence[Callable[[], Any]], device: torch.device | str, rounds: int = 20) -> list[Timing]:
     """Time several calls in turn, round by round: a machine that slows down, slows down all of them."""
-    whole_number("rounds", rounds, expected="at least 1, a whole number")
+    whole_number("rounds", rounds, expected="at least 1")
     for function in functions:
         _check_function(function)
     place = torch.device(device)

@@ -151,6 +151,8 @@ def depth_errors(prediction: Tensor, truth: Tensor, valid: Tensor, *, median_sca
     ``median_scaling`` multiplies each prediction by median(d*) / median(d), as is usual where the scale of a scene
     cannot be seen.
     """
+    for values in (prediction, truth, valid):
+        of_kind("prediction, truth, valid", values, Tensor, "tensors of one shape [B, H, W]", ShapeError)
     if not prediction.shape == truth.shape == valid.shape:
         raise ShapeError(
             f"prediction, truth, valid: expected one shape [B, H, W], got {list(prediction.shape)}, "

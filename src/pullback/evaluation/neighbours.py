@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pullback.checks import whole_number
-from pullback.errors import PullbackError, counted
+from pullback.checks import finite_number, of_kind, whole_number
+from pullback.errors import PullbackError, ShapeError, counted
 
 NEIGHBOURS, TEMPERATURE = 20, 0.07
 
@@ -29,7 +29,11 @@ def vote(
 
     Nearest by cosine; a vote weighs exp(cosine / temperature).
     """
+    for name, values in {"bank": bank, "bank_labels": labels, "queries": queries}.items():
+        of_kind(name, values, Tensor, "a tensor", ShapeError)
     whole_number("k", k)
+    if finite_number("temperature", temperature, least=0, expected="a number above 0") == 0:
+        raise PullbackError("temperature: expected a number above 0, got 0.")
     if len(labels) != len(bank):
         raise PullbackError(f"labels: expected one for each of the {len(bank)} rows of the bank, got {len(labels)}.")
     similarity = F.normalize(queries, dim=1) @ F.normalize(bank, dim=1).T

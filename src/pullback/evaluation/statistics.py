@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pullback.checks import of_kind
+from pullback.checks import of_kind, shown
 from pullback.errors import PullbackError, ShapeError
 
 if TYPE_CHECKING:
@@ -105,7 +105,10 @@ def _differences(first: np.ndarray, second: np.ndarray) -> np.ndarray:
 
 
 def _checked(name: str, values: Sequence[float] | np.ndarray) -> np.ndarray:
-    array = np.asarray(values, dtype=np.float64)
+    try:
+        array = np.asarray(values, dtype=np.float64)
+    except (TypeError, ValueError):
+        raise PullbackError(f"{name}: expected one number per image, got {shown(values)}.") from None
     if array.ndim != 1 or len(array) == 0:
         raise ShapeError(f"{name}: expected one value per image, [n] with n at least 1, got {list(array.shape)}.")
     if not np.isfinite(array).all():

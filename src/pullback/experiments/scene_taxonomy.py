@@ -34,7 +34,7 @@ from pullback.geometry.summary import Summary, summarize
 from pullback.operators import JacobianOperator, ProductCount
 from pullback.probes import INPUTS, ProbeMap
 from pullback.report.console import console
-from pullback.report.wording import UNKNOWN, lower_bound, plain, plus_minus, short_name
+from pullback.report.wording import UNKNOWN, lower_bound, plain, plus_minus, regime_label, short_name
 from pullback.runs.progress import Lines
 from pullback.runs.provenance import provenance, weights_hash
 from pullback.scenes.render import render
@@ -230,7 +230,7 @@ COLUMNS: tuple[tuple[str, str | None, Callable[[Row], str]], ...] = (
     ("CV (null)", "cv", lambda row: f"{plain(row['cv'])} ({plain(row['cv_null'], 2)})"),
     ("K_eff", "k_eff", lambda row: plus_minus(row.get("k_eff"), row.get("k_eff_se"))),
     ("rank J", None, lambda row: _rank(row.get("jacobian_rank"))),
-    ("regime", "regime", lambda row: row["regime"]),
+    ("regime", "regime", regime_label),
     ("products", None, lambda row: f"{sum(row['products']['total'].values()) / row['scenes']:,.0f}"),
 )
 """Title, name in `PAPER`, cell. κ is that of ``--rank``, the null is the CV of a random direction, products are those

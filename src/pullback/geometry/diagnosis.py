@@ -20,6 +20,7 @@ from torch import Tensor
 from pullback.checks import callable_or_none, of_kind, whole_number
 from pullback.data.pictures import Pictures
 from pullback.errors import PullbackError, RankError
+from pullback.geometry.independence import check_independence
 from pullback.geometry.regimes import THRESHOLDS, Regime, Thresholds, Verdict, judge, looks_random
 from pullback.geometry.spectrum import Probe, Sketched, as_token_maps, features_of, output_size, sketch_in_batches
 from pullback.geometry.summary import Summary, summarize
@@ -265,6 +266,7 @@ def diagnose(
         )
     begun = time.perf_counter()
     features = features_of(probe, images, normalized)
+    check_independence(probe, features)
     rows, inputs = output_size(probe, features), features[0].numel()
     used = tuple(min(r, rows, inputs) for r in ranks)
     layout = probe.token_layout(features)

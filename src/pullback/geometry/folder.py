@@ -34,7 +34,7 @@ from pullback.operators import ProductCount
 from pullback.probes import HOOKS, INPUTS, ProbeMap
 from pullback.randnla import Estimate
 from pullback.runs import documents as files
-from pullback.runs.files import write_arrays, write_json
+from pullback.runs.files import remove_unfinished, write_arrays, write_json
 from pullback.runs.folder import check_kind, claim_folder
 from pullback.runs.progress import Progress, Silent
 from pullback.runs.provenance import provenance, weights_hash
@@ -95,7 +95,7 @@ def run_diagnosis(
     request = replace(request, decoder=request.decoder or backbone.default_decoder)
     probes = build_probes(request, backbone)  # a wrong layer, decoder or size is found before anything is computed
     backbone.check_size(request.size)
-    claim_folder(out, "diagnose")
+    remove_unfinished(claim_folder(out, "diagnose"))
     if batch is None:
         progress.stage(f"reading {backbone.unit} from {request.images}")
         samples = backbone.read(request.images, request.size, request.limit)
@@ -153,7 +153,7 @@ def run_diagnosis(
 
 def stopped_in(out: Path) -> tuple[str, int]:
     """Return the layer that the run in a folder was stopped in, such as "L04", and how many of its samples are kept."""
-    failure = files.read_diagnosis(out)["failure"] if (out / files.DIAGNOSIS).is_file() else None
+    failure = files.read_diagnosis(out).get("failure") if (out / files.DIAGNOSIS).is_file() else None
     if failure is None:
         return "", 0
     return files.layer_name(failure["layer"]), FinishedParts(out / files.PARTS).count(failure["layer"])

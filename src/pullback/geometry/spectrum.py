@@ -15,6 +15,7 @@ from torch import Tensor
 from pullback.checks import callable_or_none, shown, whole_number
 from pullback.data.pictures import Pictures
 from pullback.errors import ImageError, PullbackError, RankError
+from pullback.geometry.independence import check_independence
 from pullback.operators import JacobianOperator, LowRankMetric, ProductCount, check_sensitive
 from pullback.operators.execution import free_bytes, is_too_large
 from pullback.randnla import Estimate, Sketch, Streams, sketch
@@ -100,6 +101,7 @@ def spectrum(
     whole_number("rank", rank, least=None, error=RankError)
     callable_or_none("on_progress", on_progress)
     features = features_of(probe, images, normalized)
+    check_independence(probe, features)
     done: list[Sketch] = []
     for part in sketch_in_batches(
         probe,

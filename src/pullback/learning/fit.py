@@ -80,7 +80,7 @@ class FitConfig(StepConfig):
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "validate_every"):
-            whole_number(name, getattr(self, name), expected="at least 1, a whole number")
+            whole_number(name, getattr(self, name))
         if self.patience is not None:
             whole_number("patience", self.patience, expected="at least 1 validation, or None for no limit")
         whole_number("warmup", self.warmup, least=0)
@@ -385,7 +385,8 @@ def _configuration(network: Pretrained, config: FitConfig, settings: Mapping[str
 
 
 def _check_same(state: Mapping[str, Any], asked: Mapping[str, Any], checkpoint: Path) -> None:
-    check_settings(state["config"], asked, checkpoint, holds="a training run")
+    # what the network was made for decides no weight, and each version of the package says more about it
+    check_settings(state["config"], asked, checkpoint, holds="a training run", ignore=("network.origin",))
 
 
 def _parallel(network: nn.Module, batch: int) -> tuple[Share, nn.Module]:

@@ -47,7 +47,7 @@ class ImportanceHead(Pretrained):
     ) -> None:
         super().__init__()
         for name, size in {"dim": dim, "width": width, "heads": heads, "rounds": rounds}.items():
-            whole_number(name, size, expected="at least 1, a whole number", error=ModelError)
+            whole_number(name, size, error=ModelError)
         if width % 4 or (width // 4) % heads:
             raise ModelError(f"width, heads: expected width / 4 to be a multiple of heads, got {width} and {heads}.")
         self.config = config or HeadConfig(dim, width, heads, rounds=rounds)

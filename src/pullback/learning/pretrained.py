@@ -7,9 +7,10 @@ kind of network, until something fails inside; the checks that turn this into er
 from __future__ import annotations
 
 import json
+import re
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -18,7 +19,7 @@ from torch import nn
 
 from pullback.backbones.loading import fetched_file, first_line
 from pullback.checks import of_kind
-from pullback.errors import DamagedModelError, ModelError
+from pullback.errors import DamagedModelError, ModelError, PullbackError
 from pullback.runs.files import CONFIG, WEIGHTS, write_network, write_text
 
 CARD, MODEL, CHECKPOINT = "README.md", "model", "checkpoint.pt"
@@ -35,6 +36,10 @@ class Origin:
     decoder: str | None = None
     rank: int | None = None
     resolutions: tuple[tuple[int, int], ...] = ()  # (height, width) of the images
+    decoder_identity: str | None = None  # code and parameters of the decoder, see `decoders.identity`
+    distance: str | None = None  # name of the task distance
+    output_metric: str | None = None  # name or hash of the output metric
+    blocks: Mapping[str, str] = field(default_factory=dict)  # hashes of the backbone's blocks, see `backbones.weights`
 
     @classmethod
     def from_dict(cls, stored: Mapping[str, Any]) -> Origin:
@@ -42,18 +47,36 @@ class Origin:
         values["resolutions"] = tuple((int(h), int(w)) for h, w in values.get("resolutions", ()))
         return cls(**values)
 
-    def check(self, argument: str, *, family: str, layer: int, weights: str | None = None) -> None:
-        """Raise an error that names ``argument`` where the network is used with another family, layer or weights."""
+    def check(
+        self,
+        argument: str,
+        *,
+        family: str,
+        layer: int,
+        weights: str | None = None,
+        decoder: str | None = None,
+        decoder_identity: str | None = None,
+    ) -> None:
+        """Raise an error that names ``argument`` where the network is used with another family, layer, set of weights
+        or decoder. A depth map that is averaged down to other cells is the same decoder."""
+        same_name = self.decoder == decoder
         for name, made_for, asked in (
             ("family", self.family, family),
             ("layer", self.layer, layer),
             ("weights", self.weights, weights),
+            ("decoder", _without_cells(self.decoder), _without_cells(decoder)),
+            ("decoder", self.decoder_identity if same_name else None, decoder_identity),
         ):
             if made_for is not None and asked is not None and made_for != asked:
                 raise ModelError(
                     f"{argument}: it was trained for {name} {made_for}, and is used with {name} {asked}. Train one for "
                     f"this {name} (pullback train), or use it where it belongs."
                 )
+
+
+def _without_cells(decoder: str | None) -> str | None:
+    """depth-8x8 -> depth"""
+    return None if decoder is None else re.sub(r"-\d+x\d+$", "", decoder)
 
 
 class Pretrained(nn.Module):
@@ -101,9 +124,10 @@ class Pretrained(nn.Module):
             )
         try:
             model = cls.from_config(cls.config_from_dict(document))
-        except (KeyError, TypeError, ModelError) as error:
+        except (KeyError, TypeError, PullbackError) as error:
+            reason = str(error) if isinstance(error, PullbackError) else f"{error!r}."
             raise DamagedModelError(
-                f"name: {CONFIG} in {name} is not one of {cls.kind}: {error!r}. Save it again."
+                f"name: {CONFIG} in {name} is not one of {cls.kind}: {reason} Save it again."
             ) from None
         try:
             model.load_state_dict(load_file(_file(str(name), WEIGHTS)))
@@ -132,7 +156,7 @@ class Pretrained(nn.Module):
         origin, scores = self.config.origin, self.config.scores
         lines = ["---", "library_name: pullback", "tags: [pullback, vision-transformer]", "---", "", f"# {self.title}"]
         lines += ["", self.__class__.__doc__.strip().splitlines()[0] if self.__class__.__doc__ else "", ""]
-        made = {name: value for name, value in asdict(origin).items() if value not in (None, ())}
+        made = {name: value for name, value in asdict(origin).items() if value not in (None, ()) and name != "blocks"}
         lines += ["Made for:", *(f"- {name}: {value}" for name, value in made.items())] if made else []
         lines += ["", "| score | value |", "|---|---|"] if scores else ["", "No scores were measured."]
         lines += [f"| {name} | {value:.4g} |" for name, value in scores.items()]

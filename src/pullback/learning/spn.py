@@ -58,9 +58,7 @@ class SpectralPullbackNetwork(Pretrained):
     ) -> None:
         super().__init__()
         for name, size in {"dim": dim, "rank": rank, "width": width, "heads": heads, "blocks": blocks}.items():
-            whole_number(
-                name, size, expected="at least 1, a whole number", error=RankError if name == "rank" else ModelError
-            )
+            whole_number(name, size, error=RankError if name == "rank" else ModelError)
         if width % heads:
             raise ModelError(f"width, heads: expected width to be a multiple of heads, got {width} and {heads}.")
         self.config = config or SpnConfig(dim, rank, width, heads, blocks, floor, latent)

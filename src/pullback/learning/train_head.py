@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -20,9 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pullback.backbones.weights import block_hashes
 from pullback.checks import finite_number, of_kind, whole_number
 from pullback.data.crops import Crop, read_crop
-from pullback.data.images import ImageSource, PixelFormat
+from pullback.data.images import ImageSource, PixelFormat, reason_of
 from pullback.data.sources import ImageItem, Source, open_source
 from pullback.errors import ImageError, ModelError, PullbackError, ShapeError, counted
 from pullback.evaluation import spearman
@@ -32,17 +34,21 @@ from pullback.learning.head import HeadConfig, ImportanceHead
 from pullback.learning.losses import conformal_loss
 from pullback.learning.pretrained import Origin
 from pullback.operators import LowRankMetric
-from pullback.probes import INPUTS, ProbeMap
+from pullback.probes import ProbeMap
 from pullback.runs.progress import Progress, Silent
 from pullback.runs.provenance import weights_hash
+from pullback.runs.settings import IDENTITY
 from pullback.targets.compute import READERS
-from pullback.targets.store import NOT_COMPARED, TargetStore
+from pullback.targets.store import NOT_COMPARED, TargetStore, part_name, probe_choices
 from pullback.targets.table import TargetTable
 
+logger = logging.getLogger(__name__)
+_NAMED = 5  # images that cannot be read, in the log
 TARGETS = ("importance", "block-norm")
 Reader = Callable[[Tensor], Tensor]
 """Row numbers [b] -> features [b, N, D]."""
 _BATCH = 64
+logger = logging.getLogger(__name__)
 
 
 def train_head(
@@ -78,11 +84,16 @@ def train_head(
     if not isinstance(held_out, TargetStore):
         finite_number("held_out", held_out, expected="a share between 0 and 1, or a store of its own")
     of_kind("config", config, (FitConfig, type(None)), "a FitConfig, or None")
+    of_kind("start", start, (ImportanceHead, type(None)), "an ImportanceHead, or None")
+    finite_number("rank_weight", rank_weight, least=0, expected="a number that is not negative")
     if target not in TARGETS:
         raise PullbackError(f"target: expected one of {', '.join(TARGETS)}, got {target!r}.")
     config, progress = config or FitConfig(), progress or Silent()
     stores = [*train, held_out] if isinstance(held_out, TargetStore) else list(train)
     check_stores(probe, stores)
+    shared = 0
+    if isinstance(held_out, TargetStore):  # a share is held out by content, so nothing is on both sides
+        shared = check_held_out(held_out.contents(), [sha256 for store in train for sha256 in store.contents()])
     dim = stores[0].config["dim"]
     if start is not None and start.config.dim != dim:
         raise ModelError(f"start: expected a head for features of width {dim}, got {start.config.dim}.")
@@ -116,8 +127,10 @@ def train_head(
         progress=progress,
     )
     sizes = dict.fromkeys(tuple(store.config["size"]) for store in train)
-    origin = origin_of(probe, stores[0].config["rank"], *sizes)
-    return head.describe(origin=origin, target=target, scores=_scores(fitted, task)).eval()
+    known = all("decoder_identity" in store.config for store in stores)
+    origin = origin_of(probe, stores[0].config["rank"], *sizes, decoder_known=known)
+    scores = _scores(fitted, task) | recorded(shared)
+    return head.describe(origin=origin, target=target, scores=scores).eval()
 
 
 def _task(read: Sequence[StoredRows], held_out: TargetStore | float, target: str, rank_weight: float) -> HeadTask:
@@ -143,16 +156,19 @@ def new_head(
 
 
 def check_stores(probe: ProbeMap, stores: Sequence[TargetStore]) -> None:
-    """Raise an error for stores whose targets are of other features than the probe's."""
+    """Raise an error for stores whose targets are not those of the probe. Older stores do not tell all of it."""
     asked: dict[str, Any] = {
         "family": probe.backbone.family,
         "weights": weights_hash(probe.backbone.model),
         "layer": probe.layer,
         "decoder": probe.decoder.name,
-        "after_norm": probe.after_norm if probe.at == INPUTS else None,
+        "distance": part_name(probe.distance),
+        **probe_choices(probe),
+        **probe.identity,
     }
     for store in stores:
-        different = [name for name, value in asked.items() if store.config.get(name) != value]
+        unknown = [name for name in asked if name.endswith(IDENTITY) and name not in store.config]  # by older versions
+        different = [name for name, value in asked.items() if name not in unknown and store.config.get(name) != value]
         if different:
             listing = "; ".join(f"{name}: {store.config.get(name)!r} there, {asked[name]!r} here" for name in different)
             raise ModelError(
@@ -160,8 +176,34 @@ def check_stores(probe: ProbeMap, stores: Sequence[TargetStore]) -> None:
             )
 
 
-def origin_of(probe: ProbeMap, rank: int, *sizes: tuple[int, int]) -> Origin:
-    """Return what a network is made for that was trained on this probe with images of these sizes."""
+def check_held_out(held_out: Mapping[str, str], train: Iterable[str | None]) -> int:
+    """Return how many held-out images, {sha256: key}, are also training images, with a warning; all is an error."""
+    trained_on = set(train)
+    shared = [key for sha256, key in held_out.items() if sha256 in trained_on]
+    if not shared:
+        return 0
+    if len(shared) == len(held_out):
+        raise ImageError(
+            f"held_out: expected images that the network is not trained on, but all {len(shared)} are also training "
+            f"images, such as {shared[0]!r} (the same bytes). Give others; for a head, a share such as 0.1 works too."
+        )
+    logger.warning(
+        f"held_out: {len(shared)} of {len(held_out)} images are also training images, such as {shared[0]!r} (the same "
+        "bytes), so the scores flatter the network. Their number is recorded with the scores."
+    )
+    return len(shared)
+
+
+def recorded(shared: int) -> dict[str, float]:
+    """Return what the scores say of held-out images that are also training images: nothing where there are none."""
+    return {"held_out_images_trained_on": float(shared)} if shared else {}
+
+
+def origin_of(probe: ProbeMap, rank: int, *sizes: tuple[int, int], decoder_known: bool = True) -> Origin:
+    """Return what a network is made for that was trained on this probe with images of these sizes.
+
+    ``decoder_known``: whether the targets were made by the decoder itself, and not by one of which the name is known.
+    """
     return Origin(
         family=probe.backbone.family,
         weights=weights_hash(probe.backbone.model),
@@ -169,6 +211,10 @@ def origin_of(probe: ProbeMap, rank: int, *sizes: tuple[int, int]) -> Origin:
         decoder=probe.decoder.name,
         rank=rank,
         resolutions=sizes,
+        decoder_identity=probe.identity["decoder_identity"] if decoder_known else None,
+        distance=part_name(probe.distance),
+        output_metric=part_name(probe.output_metric),
+        blocks=block_hashes(probe.backbone),
     )
 
 
@@ -342,7 +388,7 @@ class StoredRows:
 
 @dataclass(frozen=True)
 class ImageRow:
-    """An image, whole or a crop of it; ``sha256`` is that of the file when its targets were computed."""
+    """An image, whole or a crop of it; ``sha256`` is that of the file when it was first read, for its targets."""
 
     item: ImageItem
     crop: Crop | None = None
@@ -351,7 +397,10 @@ class ImageRow:
     def pixels(self, wanted: PixelFormat) -> Tensor:
         data = self.item.read()
         if self.sha256 is not None and hashlib.sha256(data).hexdigest() != self.sha256:
-            raise ImageError(f"source: {self.item.key} has changed since its targets were computed. Compute them anew.")
+            raise ImageError(
+                f"source: {self.item.key} has changed since it was first read. Targets that were computed of it are of "
+                "the old one: compute them anew, or start again."
+            )
         return read_crop(data, self.crop, wanted)
 
 
@@ -369,23 +418,45 @@ def rows_of_table(table: TargetTable, source: ImageSource | Source) -> list[Imag
 
 
 def readable_rows(source: ImageSource | Source, wanted: PixelFormat, limit: int | None = None) -> list[ImageRow]:
-    """List the images of a source that can be read: an unreadable one must not stop a training run in its middle."""
+    """List the images of a source that can be read: an unreadable one must not stop a training run in its middle.
 
-    def can_be_read(row: ImageRow) -> bool:
-        try:
-            row.pixels(wanted)
-        except Exception:  # on a damaged file Pillow's decoders raise nearly anything
-            return False
-        return True
-
+    What cannot be read, folders among it, is named in the log.
+    """
     if limit is not None:
         whole_number("limit", limit, expected="a positive number of images, or None for all of them")
-    rows = [ImageRow(item) for item in islice(open_source(source), limit)]
-    with ThreadPoolExecutor(READERS) as pool:
-        rows = [row for row, usable in zip(rows, pool.map(can_be_read, rows), strict=True) if usable]
+    read = _rows_with_hashes(source, wanted, limit)
+    rows = [row for row in read if isinstance(row, ImageRow)]
+    skipped = [reason for reason in read if isinstance(reason, str)]
     if not rows:
-        raise ImageError("source: expected at least one readable image, got none.")
+        first = f"; the first: {skipped[0]}" if skipped else ""
+        raise ImageError(f"source: expected at least one readable image, got none{first}.")
+    if skipped:
+        more = f"; and {len(skipped) - _NAMED} more" if len(skipped) > _NAMED else ""
+        logger.warning(f"left out {len(skipped)} of {len(read)} images: {'; '.join(skipped[:_NAMED])}{more}")
     return rows
+
+
+def contents_of(source: ImageSource | Source, wanted: PixelFormat) -> dict[str, str]:
+    """Return {sha256 of an image: its key} of every image of a source that can be read, as a store does."""
+    rows = (row for row in _rows_with_hashes(source, wanted) if isinstance(row, ImageRow))
+    return {row.sha256: row.item.key for row in rows if row.sha256 is not None}
+
+
+def _rows_with_hashes(
+    source: ImageSource | Source, wanted: PixelFormat, limit: int | None = None
+) -> list[ImageRow | str]:
+    """Read every image of a source once: its row with the hash of its file, or why it cannot be used."""
+
+    def read(item: ImageItem) -> ImageRow | str:
+        try:
+            data = item.read()
+            read_crop(data, None, wanted)
+        except Exception as error:  # on a damaged file Pillow's decoders raise nearly anything
+            return f"{item.key}: {reason_of(error).removeprefix('data: ')}"
+        return ImageRow(item, sha256=hashlib.sha256(data).hexdigest())
+
+    with ThreadPoolExecutor(READERS) as pool:
+        return list(pool.map(read, islice(open_source(source), limit)))
 
 
 def feature_reader(probe: ProbeMap, rows: Sequence[ImageRow], wanted: PixelFormat) -> Reader:

@@ -26,11 +26,14 @@ from pullback.learning.losses import alignment, direction_loss, distance_loss, e
 from pullback.learning.spn import SpectralPullbackNetwork, SpnConfig, orthonormal_columns
 from pullback.learning.train_head import (
     Reader,
+    check_held_out,
+    contents_of,
     feature_reader,
     hash_of,
     kept,
     origin_of,
     readable_rows,
+    recorded,
     rows_of_table,
 )
 from pullback.operators import JacobianOperator, LinearOperator, LowRankMetric, check_sensitive
@@ -95,8 +98,8 @@ def train_spn(
         network = SpectralPullbackNetwork.from_config(SpnConfig(dim, rank, width, heads))
     folder = None if out is None else Path(out)
     progress.stage("reading the images")
-    rows = readable_rows(images, wanted, limit)
     made_for = configuration(probe, Recipe(rank, precision=precision), wanted, crops=0, seed=config.seed, source="")
+    rows = readable_rows(images, wanted, limit)
     settings = {f"probe.{name}": value for name, value in made_for.items() if name not in NOT_COMPARED} | {
         "supervision": supervision,
         "power_iters": power_iters,
@@ -109,6 +112,7 @@ def train_spn(
     with torch.device("meta"):
         start = SpnConfig(dim, rank, width, heads, tokens=tokens if constant_images else None)
         check_going_on(SpectralPullbackNetwork.from_config(start), config, folder, settings)
+    shared = check_held_out(contents_of(held_out, wanted), [row.sha256 for row in rows])
     judge = held_out_modes(probe, held_out, rank, size=wanted.size, progress=progress)
     reader = feature_reader(probe, rows, wanted)
     first = reader(torch.arange(min(8, len(rows))))
@@ -130,7 +134,7 @@ def train_spn(
         tensorboard=tensorboard,
         progress=progress,
     )
-    scores = {name: value for name, value in fitted.scores.items() if name != "score"}
+    scores = {name: value for name, value in fitted.scores.items() if name != "score"} | recorded(shared)
     return network.describe(origin=origin_of(probe, rank, wanted.size), scores=scores).eval()
 
 

@@ -31,6 +31,7 @@ class Dinov2Config:
     use_swiglu_ffn: bool = False
     num_register_tokens: int = 0
     hidden_act: str = "gelu"
+    _commit_hash: ClassVar[None] = None  # pipelines of transformers up to 5.17 ask for it
 
     @classmethod
     def from_dict(cls, published: dict[str, Any]) -> Dinov2Config:

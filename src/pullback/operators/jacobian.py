@@ -52,7 +52,7 @@ class JacobianOperator(LinearOperator):
         check_precision(precision)
         if chunk_size is not None:
             whole_number("chunk_size", chunk_size)
-        if not callable(probe):
+        if not (hasattr(probe, "linearize") or callable(probe)):
             raise PullbackError(f"probe: expected a probe map or a function of features, got {shown(probe)}.")
         of_kind("features", features, Tensor, "a tensor [B, N, D] (the batch axis first)", ShapeError)
         if not features.is_floating_point():

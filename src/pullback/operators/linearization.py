@@ -40,6 +40,13 @@ def differentiable_attention() -> Iterator[None]:
         yield
 
 
+def draws_random_numbers() -> DecoderError:
+    return DecoderError(
+        "decoder: it draws random numbers, as dropout does, so its output is another at every call and has no "
+        "Jacobian. Leave them out: module.eval(), or F.dropout(x, training=False)."
+    )
+
+
 class Derivative:
     """The value and both derivative products, at a point, of a function of one or several tensors [B, ...]."""
 
@@ -50,10 +57,7 @@ class Derivative:
         with differentiable_attention(), torch.enable_grad():
             output, self._vjp = torch.func.vjp(self._watched, *self._point)[:2]
         if not torch.equal(_random_state(self._point[0].device), drawn):
-            raise DecoderError(
-                "decoder: it draws random numbers, as dropout does, so its output is another at every call and has no "
-                "Jacobian. Leave them out: module.eval(), or F.dropout(x, training=False)."
-            )
+            raise draws_random_numbers()
         self.output = output.detach()  # [B, M]
 
     def _watched(self, *x: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ class LowRankMetric:
 
     def __matmul__(self, v: Tensor) -> Tensor:
         """g v = eps v + U (lam * U^T v), in O(N D r)."""
-        return self.floor * v + self._combine(self.energies * self.coordinates(v))
+        return self._combine(self.energies * self.coordinates(v)) + self.floor * v
 
     def solve(self, w: Tensor) -> Tensor:
         """g^-1 w by Woodbury: (w - U (lam / (eps + lam) * U^T w)) / eps, since U^T U = I."""
@@ -56,6 +56,8 @@ class LowRankMetric:
 
     def distance(self, a: Tensor, b: Tensor) -> Tensor:
         """sqrt((a-b)^T g (a-b)): the first-order change of the task's output between two feature maps."""
+        self._check(a)
+        self._check(b)
         return self.squared_norm(a - b).sqrt()
 
     def importance(self) -> Tensor:
@@ -77,5 +79,6 @@ class LowRankMetric:
 
     def _check(self, v: Tensor) -> None:
         expected = (self.modes.shape[0], *self.modes.shape[2:])
+        of_kind("v", v, Tensor, f"a feature map {list(expected)}", ShapeError)
         if tuple(v.shape) != expected:
             raise ShapeError(f"v: expected a feature map {list(expected)}, got {list(v.shape)}.")

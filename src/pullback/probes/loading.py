@@ -18,7 +18,7 @@ def load_probe(
     layer: int | None = None,
     *,
     device: str | torch.device = "auto",
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = None,
     distance: str | TaskDistance | None = None,
     output_metric: OutputMetric | None = None,
     read_probe_layer: bool = True,
@@ -27,6 +27,8 @@ def load_probe(
     """Load a frozen model and make a probe map of it, with a decoder and a layer (default: the last but one).
 
     ``model``: a hub id, a folder, an embedded name or a module in evaluation mode; `pullback ls` lists the families.
+    ``device`` and ``dtype`` (default: the GPU where there is one, and float32) are for models that are loaded here; a
+    module stays where and as it is, and another device or dtype is refused.
     ``decoder``: a name that fits the model, such as cls (the default), mean, depth or depth-8x8, of a VGGT camera (the
     default), camera-0, points or depth; a function of the last layer's normalised tokens, [B, N, D] -> [B, ...]; or a
     `Decoder`. ``pose_derivative`` is for the cameras of a VGGT alone: "exact", or "official" as in the published code.
@@ -49,7 +51,7 @@ def multi_layer_probe(
     decoder: DecoderChoice = "depth",
     *,
     device: str | torch.device = "auto",
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = None,
     distance: str | TaskDistance | None = None,
     after_norm: bool = True,
     output_metric: OutputMetric | None = None,

@@ -29,8 +29,10 @@ from pullback.decoders import (
     TaskDistance,
     check_distance,
     check_metric,
+    explained,
     factor_at,
     identity_of,
+    name_of,
 )
 from pullback.errors import DecoderError, ModelError, ShapeError
 from pullback.operators import Linearization
@@ -88,7 +90,7 @@ class ProbeMap:
     def __repr__(self) -> str:
         own = f"{self.backbone.name!r}, decoder={self.decoder.name!r}, layer={self.layer!r}"
         set_apart = [
-            f"{name}={_name(value)}"
+            f"{name}={name_of(value)}"
             for name, value in (("distance", self.distance), ("output_metric", self.output_metric))
             if value is not None
         ]
@@ -271,7 +273,10 @@ class ProbeMap:
         return self.decoder.output(taps, layout, norm)
 
     def _measured(self, output: Tensor) -> Tensor:
-        return output if self.distance is None else self.distance(output)
+        if self.distance is None:
+            return output
+        with explained(f"distance: {name_of(self.distance)} failed on outputs {list(output.shape)}"):
+            return self.distance(output)
 
     # Its derivative
 
@@ -375,7 +380,3 @@ class ProbeMap:
     def load_views(self, path: ImageSource, size: int | None = None) -> Tensor:
         """Read the views of one scene, for a backbone that takes several: [1, S, 3, H, W], ``size`` wide."""
         return self.backbone.load_views(path, size)
-
-
-def _name(function: object) -> str:
-    return getattr(function, "__name__", type(function).__name__)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from pullback.backbones import load_backbone
+from pullback.checks import callable_or_none
 from pullback.errors import PullbackError, ShapeError
 from pullback.evaluation.cost import flops as count_flops
 from pullback.evaluation.cost import race
@@ -25,7 +26,7 @@ from pullback.evaluation.fidelity import degradation as measured_degradation
 from pullback.evaluation.statistics import mean_and_error
 from pullback.pruning.model import PrunedModel, plan_for
 from pullback.pruning.plan import PrunePlan, is_number, plain
-from pullback.pruning.scores import Choice
+from pullback.pruning.scores import Choice, check_weights
 
 RATIOS = tuple(step / 40 for step in range(1, 37))  # 0.025 to 0.9
 
@@ -115,7 +116,10 @@ def plan_pruning(
     """
     name, limit = check_budget(flops=flops, milliseconds=milliseconds, degradation=degradation)
     _check_inputs(heads, images, batch)
-    images = load_backbone(model).batch(images, normalized=normalized)
+    callable_or_none("degrade", degrade)
+    backbone = load_backbone(model)
+    check_weights(backbone, [("heads", head) for head in heads.values() if isinstance(head, nn.Module)])
+    images = backbone.batch(images, normalized=normalized)
     calibration = Calibration(model, images, batch, degrade, rounds)
     choices = stage_choices(heads, stages)
 

@@ -99,11 +99,11 @@ def run_comparison(request: PruneRequest, out: Path, progress: Progress) -> dict
     names = request.scores or _default_scores(request, backbone.prefix)
     wanted = rules(request.presets, names, request.ratios)
     notes = subject.check(wanted)
-    weights = weights_hash(backbone.model)
+    weights, identity = weights_hash(backbone.model), subject.decoder.identity(backbone.model)
     scores = Scores(
         subject,
-        heads=load_networks(ImportanceHead, "head", request.heads, subject, weights),
-        spns=load_networks(SpectralPullbackNetwork, "spn", request.spns, subject, weights),
+        heads=load_networks(ImportanceHead, "head", request.heads, subject, identity),
+        spns=load_networks(SpectralPullbackNetwork, "spn", request.spns, subject, identity),
         rank=request.rank,
         distance=request.distance,
         seed=request.seed,
@@ -119,7 +119,7 @@ def run_comparison(request: PruneRequest, out: Path, progress: Progress) -> dict
 
     settings = keep_settings(
         claim_folder(out, "prune") / SETTINGS,
-        _settings(request, subject, weights, pixels),
+        _settings(request, subject, weights, identity, pixels),
         holds="a comparison",
         ignore=NOT_COMPARED,
         may_be_added=("head",),  # rows without it do not depend on it
@@ -363,7 +363,9 @@ def _bank(
     return Bank.of(torch.from_numpy(arrays["embeddings"]), arrays["classes"].tolist())
 
 
-def _settings(request: PruneRequest, subject: Subject, weights: str, pixels: PixelFormat) -> dict[str, Any]:
+def _settings(
+    request: PruneRequest, subject: Subject, weights: str, identity: str, pixels: PixelFormat
+) -> dict[str, Any]:
     """Return what must not change between two runs into one folder. Ratios, scores, presets and images may be added."""
     return {
         "pullback": __version__,
@@ -372,6 +374,7 @@ def _settings(request: PruneRequest, subject: Subject, weights: str, pixels: Pix
         "weights": weights,
         "device": subject.backbone.device.type,
         "decoder": subject.decoder.name,
+        "decoder_identity": identity,
         "stages": list(subject.stages),
         "source": place_of(request.images),
         "size": list(pixels.size),

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pullback.checks import of_kind
+from pullback.data.images import checked_size
 from pullback.errors import ModelError, PullbackError
 from pullback.pruning.model import PrunedModel
 
@@ -52,8 +54,9 @@ def export_onnx(pruned: PrunedModel, path: str | Path, *, size: int | tuple[int,
         raise PullbackError(
             f"export_onnx: expected a class-token model, got {pruned.backbone.name}, whose decoder reads all tokens."
         )
+    of_kind("path", path, (str, Path), "the file to write")
     path = Path(path)
-    height, width = (size, size) if isinstance(size, int) else size
+    height, width = checked_size(size)
     example = torch.zeros(2, 3, height, width, device=pruned.device)
     try:
         program: Any = torch.onnx.export(

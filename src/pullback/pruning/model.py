@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import shutil
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import cache
@@ -27,12 +28,13 @@ from pullback import registry
 from pullback.backbones import Backbone, Remaining, load_backbone
 from pullback.backbones.loading import first_line, locate, read_config, reader_of
 from pullback.backbones.outputs import FIXED_SIZE, as_images, assembler, check_output_class, no_assembler
+from pullback.checks import of_kind
 from pullback.errors import ModelError, PullbackError, ShapeError
 from pullback.pruning.forward import PrunedRun, forward, prepared
 from pullback.pruning.plan import PrunePlan
 from pullback.pruning.plan import preset as named_plan
-from pullback.pruning.scores import Choice, HeadScore, Modes, StageModes, metric_score
-from pullback.runs.files import make_folder, read_json, replaced_folder, write_bytes, write_json, write_network
+from pullback.pruning.scores import Choice, HeadScore, Modes, StageModes, check_weights, metric_score, networks_of
+from pullback.runs.files import make_folder, read_json, replaced_folder, write_bytes, write_json, write_network, writing
 
 DOCUMENT, HEADS, MODEL = "pruned.json", "heads", "model"
 PROCESSOR = ("preprocessor_config.json", "processor_config.json")  # the files that AutoImageProcessor looks for
@@ -40,8 +42,8 @@ MODES = "modes"  # where older folders have the networks of d_task, by stage
 EXTRAS = ("output_hidden_states", "output_attentions")
 _TAKEN_APART = ("backbone", "_assemble", "_places")
 _SHORTENED = (
-    "last_hidden_state of this pruned model has fewer tokens than the model's: its pooled output and class token are "
-    "safe to read, patch tokens are not"
+    "last_hidden_state, or whatever else holds the tokens of this pruned model, has fewer of them than the model's: "
+    "pooled outputs and the class token are safe to read, patch tokens are not"
 )
 logger = logging.getLogger(__name__)
 
@@ -78,6 +80,7 @@ def prune(
     """
     scores: list[Any] = list(score) if isinstance(score, (list, tuple, nn.ModuleList)) else [score]
     pruned = PrunedModel(model, plan_for(model, preset, ratio, stages, dense=dense), scores, modes)
+    check_weights(pruned.backbone, networks_of(pruned.scores, pruned.modes))
     for note in pruned.plan.notes(pruned.backbone.depth):
         logger.warning(note)
     if pruned.shortened:
@@ -249,6 +252,7 @@ class PrunedModel(Pruned):
         beside the weights that the model was loaded from, where there is one. A model of your own without
         save_pretrained is left out, and passed to `from_pretrained`.
         """
+        of_kind("folder", folder, (str, os.PathLike), "a folder to write")
         folder = Path(folder)
         if processor is not None and not hasattr(processor, "save_pretrained"):
             raise ModelError(
@@ -274,7 +278,8 @@ class PrunedModel(Pruned):
             for name, content in published.items():
                 write_bytes(place / name, content)
             if processor is not None:
-                processor.save_pretrained(place)
+                with writing(place):
+                    processor.save_pretrained(place)
         write_json(folder / DOCUMENT, document)
         return folder
 
@@ -283,6 +288,7 @@ class PrunedModel(Pruned):
         cls, folder: str | Path, *, model: nn.Module | None = None, device: str | torch.device = "cpu"
     ) -> PrunedModel:
         """Read what `save_pretrained` wrote; ``model`` instead of the saved copy, where there is one already."""
+        of_kind("folder", folder, (str, os.PathLike), "the folder that save_pretrained wrote", ModelError)
         folder = Path(folder)
         try:
             document = read_json(folder / DOCUMENT)
@@ -298,7 +304,9 @@ class PrunedModel(Pruned):
         own = _read_model(address, folder) if model is None else model
         choices = [entry["name"] if "name" in entry else networks[entry["head"]] for entry in scores]
         known = {layer: metric_score(networks[entry["head"]]) for layer, entry in modes.items()}
-        return cls(own, plan, choices, StageModes(known) if known else None).to(device)
+        pruned = cls(own, plan, choices, StageModes(known) if known else None)
+        check_weights(pruned.backbone, networks_of(pruned.scores, pruned.modes))
+        return pruned.to(device)
 
     def _whole_patches(self, images: Tensor) -> Tensor:
         """Cut off the pixels of images [B, 3, H, W] at the right and the bottom that fill no patch: the models' own
@@ -433,6 +441,7 @@ def _write_model(model: Any, folder: Path) -> bool:
             f"{type(model).__name__} has no save_pretrained, so the folder holds the plan and the heads alone. Save "
             "the model yourself, and pass it: PrunedModel.from_pretrained(folder, model=model)."
         )
+        shutil.rmtree(folder, ignore_errors=True)  # a model that was saved here before would be loaded instead
         return False
     with replaced_folder(folder) as temporary:
         if own:

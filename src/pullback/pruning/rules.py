@@ -25,7 +25,16 @@ from pullback.probes import ProbeMap
 from pullback.pruning.forward import StageRecord
 from pullback.pruning.model import PrunedModel
 from pullback.pruning.plan import PrunePlan, preset
-from pullback.pruning.scores import Choice, Modes, Score, ScoreContext, StageModes, check_network, metric_score
+from pullback.pruning.scores import (
+    Choice,
+    Modes,
+    Score,
+    ScoreContext,
+    StageModes,
+    check_network,
+    check_weights,
+    metric_score,
+)
 from pullback.registry import PRESETS, SCORES, load_plugins, resolve
 
 
@@ -239,8 +248,9 @@ def _generator(seed: int, key: str, layer: int) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
 
 
-def load_networks(kind: Any, argument: str, folders: Sequence[Path], subject: Subject, weights: str) -> list[Any]:
-    """Read one network per stage, each checked against model and stage; a single folder serves all stages."""
+def load_networks(kind: Any, argument: str, folders: Sequence[Path], subject: Subject, identity: str) -> list[Any]:
+    """Read one network per stage, each checked against model, stage and decoder, of which ``identity`` is the
+    identity; a single folder serves all stages."""
     if len(folders) not in (0, 1, len(subject.stages)):
         raise PullbackError(
             f"{argument}: expected one folder for each of the stages {list(subject.stages)}, got {len(folders)}."
@@ -250,5 +260,7 @@ def load_networks(kind: Any, argument: str, folders: Sequence[Path], subject: Su
     with naming(argument):
         networks = [kind.from_pretrained(folder, device=backbone.device).requires_grad_(False) for folder in folders]
     for network, layer in zip(networks, subject.stages, strict=False):
-        check_network(argument, network, backbone.family, backbone.dim, layer, weights)
+        decoder = {"decoder": subject.decoder.name, "decoder_identity": identity}
+        check_network(argument, network, backbone.family, backbone.dim, layer, **decoder)
+    check_weights(backbone, [(argument, network) for network in networks])
     return networks

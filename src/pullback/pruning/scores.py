@@ -9,7 +9,9 @@ add theirs; networks that read the tokens alone become scores by `as_score`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -19,10 +21,13 @@ from torch import Tensor, nn
 
 from pullback import registry
 from pullback.backbones import AnyBackbone
+from pullback.backbones.weights import same_weights
 from pullback.errors import ModelError, PullbackError, ShapeError
 from pullback.operators import LowRankMetric
+from pullback.runs.provenance import weights_hash
 from pullback.tokens import TokenLayout
 
+logger = logging.getLogger(__name__)
 NEVER = 3.0  # a score above every 1 - cosine
 
 
@@ -117,7 +122,22 @@ def as_score(choice: Choice) -> Score:
         return MetricScore(choice) if isinstance(choice, MetricNetwork) else HeadScore(choice)
     if not callable(choice):
         raise PullbackError(f"score: expected a name, a head or a function, got {type(choice).__name__}.")
+    _check_arguments(choice)
     return choice
+
+
+def _check_arguments(score: Callable[..., Any]) -> None:
+    """Refuse a function that cannot be called with the tokens and their context."""
+    try:
+        signature = inspect.signature(score)
+    except (TypeError, ValueError):  # of functions written in C nobody knows
+        return
+    try:
+        signature.bind(None, None)
+    except TypeError:
+        raise PullbackError(
+            f"score: expected a function of the tokens [B, N, D] and their ScoreContext, got one of {signature}."
+        ) from None
 
 
 def score_names() -> list[str]:
@@ -289,14 +309,44 @@ def metric_score(network: nn.Module) -> WithModes:
     return score
 
 
-def check_network(
-    argument: str, network: nn.Module, family: str, dim: int, layer: int, weights: str | None = None
-) -> None:
-    """Raise an error that blames ``argument`` if the network says that it was made for another width, family, layer or
-    set of weights (their hash)."""
+def check_network(argument: str, network: nn.Module, family: str, dim: int, layer: int, **decoder: str | None) -> None:
+    """Raise an error that blames ``argument`` if the network says that it was made for another width, family, layer or,
+    where ``decoder`` and ``decoder_identity`` are given, another decoder. Its weights: `check_weights`."""
     config: Any = getattr(network, "config", None)
     if getattr(config, "dim", dim) != dim:
         raise ModelError(f"{argument}: expected one for tokens of width {dim}, got width {config.dim}.")
     origin = getattr(config, "origin", None)
     if origin is not None:
-        origin.check(argument, family=family, layer=layer, weights=weights)
+        origin.check(argument, family=family, layer=layer, **decoder)
+
+
+def check_weights(backbone: AnyBackbone, networks: Iterable[tuple[str, nn.Module]]) -> None:
+    """Raise an error for networks, each with the argument to blame, that were trained for other weights.
+
+    A copy of the model in another class, on another device or in a lower dtype has the same weights. Where it cannot be
+    told, a warning says why.
+    """
+    for argument, network in {id(network): (argument, network) for argument, network in networks}.values():
+        origin: Any = getattr(getattr(network, "config", None), "origin", None)
+        known = getattr(origin, "blocks", {})
+        if known:
+            same = same_weights(known, backbone)
+            why = f"it was trained on {next(iter(known))}, and the model has another dtype, which has no common form"
+        elif getattr(origin, "weights", None) is not None:
+            same = weights_hash(backbone.model) == origin.weights or None
+            why = "it is of an older version of pullback, which knew weights by one class and dtype of the model alone"
+        else:
+            continue
+        if same is False:
+            raise ModelError(
+                f"{argument}: it was trained for other weights than those of {backbone.name}. Train one for these "
+                "weights (pullback train), or use it with the model that it belongs to."
+            )
+        if same is None:
+            logger.warning(f"{argument}: cannot tell whether it was trained for the weights of {backbone.name}: {why}.")
+
+
+def networks_of(scores: Iterable[Any], modes: Any = None) -> list[tuple[str, nn.Module]]:
+    """Return the networks in scores and modes of a plan, as `check_weights` takes them."""
+    heads = [("head", score.head) for score in scores if isinstance(score, HeadScore)]
+    return heads + [("modes", network) for network in getattr(modes, "networks", nn.ModuleDict()).values()]

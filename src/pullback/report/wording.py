@@ -103,12 +103,16 @@ def regime(found: dict[str, Any]) -> str:
 
     The label (ii) stands for two of them, low rank spread over tokens or concentrated on them: it never stands alone.
     """
-    named = [
-        f"({other['regime']}) {other['regime_title']}" if other["regime"] == "ii" else f"({other['regime']})"
-        for other in found.get("regime_could_be", [])  # files of earlier versions have none
-    ]
+    could_be = found.get("regime_could_be", [])  # files of earlier versions have none
+    named = [f"({regime_label(other)})" for other in could_be]
     text = f"({found['regime']}) {found['regime_title']}"
     return f"{text}, could be {' or '.join(named)}" if named else text
+
+
+def regime_label(found: dict[str, Any]) -> str:
+    """Write "i", "ii, spread over tokens", "ii, concentrated on tokens", "iii" or "iv"."""
+    label, title = found["regime"], found["regime_title"]
+    return f"{label}, {title.rpartition(', ')[2]}" if label == "ii" else label
 
 
 def findings(layers: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from pullback.checks import of_kind
 from pullback.errors import FileError, PullbackError
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ _FIXES = {
 
 def check_folder(out: str | os.PathLike[str]) -> Path:
     """Raise an error if this folder cannot be written, or not be made; nothing is made yet."""
+    of_kind("out", out, (str, os.PathLike), "a folder")
     path = Path(out)
     there = next((place for place in (path, *path.parents) if os.path.lexists(place)), Path())
     if not there.is_dir():

@@ -93,7 +93,7 @@ class Lines:
             self._write(f"{self._line(seconds):<79}" + ("\n" if ended else "\r"))
             return
         pause = max(_SECONDS_BETWEEN_LINES, _SHARE_BETWEEN_LINES * seconds)
-        if now - self._printed > pause or (ended and seconds > _SECONDS_BETWEEN_LINES):
+        if now - self._printed > pause or (ended and (self._live or seconds > _SECONDS_BETWEEN_LINES)):
             self._printed = now
             self._write(f"{self._line(seconds)}\n")
 

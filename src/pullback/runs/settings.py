@@ -9,6 +9,9 @@ from typing import Any
 from pullback.errors import PullbackError
 from pullback.runs.files import read_json, write_json
 
+IDENTITY = "_identity"
+"""How the names of settings end without which nothing can be added: older versions of the package have none of them."""
+
 
 def keep_settings(
     path: Path,
@@ -50,12 +53,14 @@ def check_settings(
 ) -> None:
     """Raise an error that names every setting in which ``stored`` and ``asked`` differ.
 
-    ``holds`` says in the message what is stored, such as "targets" or "a comparison".
+    ``holds`` says in the message what is stored, such as "targets" or "a comparison". Where ``stored`` lacks an
+    identity, such as decoder_identity, it is of an older version: nobody can tell whether more of it would fit.
     """
+    unknown = [name for name in asked if name.endswith(IDENTITY) and name not in stored and asked[name] is not None]
     different = [
         name
         for name in {**stored, **asked}
-        if name not in ignore
+        if name not in (*ignore, *unknown)
         and stored.get(name) != asked.get(name)
         and not (name in may_be_added and None in (stored.get(name), asked.get(name)))
         and not (name in places and _same_place(stored.get(name), asked.get(name)))
@@ -65,6 +70,12 @@ def check_settings(
         raise PullbackError(
             f"out: {where} holds {holds} with other settings ({listing}). Ask for the same settings to go on with it, "
             "or choose another folder."
+        )
+    if unknown:
+        raise PullbackError(
+            f"out: {where} holds {holds} of an older version of pullback, which did not record {', '.join(unknown)}. "
+            "It can be read, but nothing is added to it, since nobody can tell whether that would belong there. Choose "
+            "another folder."
         )
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pullback.checks import of_kind, whole_number
+from pullback.checks import callable_or_none, of_kind, whole_number
 from pullback.data.crops import Crop, item_seed, read_crops
 from pullback.data.images import ImageSource, PixelFormat, reason_of
 from pullback.data.sources import ImageItem, Source, open_source, place_of
@@ -78,7 +78,7 @@ def compute_targets(
     if engine not in ENGINES:
         raise PullbackError(f"engine: expected one of {', '.join(ENGINES)}, got {engine!r}.")
     of_kind("out", out, (str, os.PathLike), "the folder that the targets are written to")
-    _check_counts(probe, limit, shard_size)
+    _check_counts(probe, limit, on_progress, shard_size)
     images = open_source(source)
     recipe = Recipe(rank, method, num_probes, rtol, precision, keep_modes)
     job = _checked(probe, recipe, size, crops, seed, batch_size)
@@ -131,7 +131,7 @@ def compute_table(
     """Compute the rows of `compute_targets` in memory: nothing is written, and pyarrow is not needed.
 
     Returns the table and the images that were skipped."""
-    _check_counts(probe, limit)
+    _check_counts(probe, limit, on_progress)
     images = open_source(source)
     recipe = Recipe(rank, method, num_probes, rtol, precision, keep_modes)
     job = _checked(probe, recipe, size, crops, seed, batch_size)
@@ -336,7 +336,10 @@ def _groups(images: Iterator[list[_Row] | SkippedItem], skipped: list[SkippedIte
         yield rows
 
 
-def _check_counts(probe: ProbeMap, limit: int | None, shard_size: int = 1) -> None:
+def _check_counts(
+    probe: ProbeMap, limit: int | None, on_progress: Callable[[int], None] | None, shard_size: int = 1
+) -> None:
+    callable_or_none("on_progress", on_progress)
     of_kind("probe", probe, ProbeMap, "a probe map, such as pb.load_probe(model, decoder, layer)")
     whole_number("shard_size", shard_size, expected="at least 1 row")
     if limit is not None:

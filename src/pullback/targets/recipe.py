@@ -12,6 +12,7 @@ from torch import Tensor
 from pullback.checks import callable_or_none, finite_number, of_kind, shown, whole_number
 from pullback.errors import ImageError, PullbackError, RankError, ShapeError
 from pullback.geometry.importance import block_norms, exact_block_norms
+from pullback.geometry.independence import check_independence
 from pullback.geometry.spectrum import (
     Probe,
     as_token_maps,
@@ -137,6 +138,7 @@ def targets_in_batches(
         given = len(seeds) if isinstance(seeds, Sized) else shown(seeds)
         raise PullbackError(f"seeds: expected one per sample, {len(features)}, got {given}.")
     recipe = Recipe(rank, method, num_probes, rtol, precision, keep_modes)
+    check_independence(probe, features)
     rows, inputs = output_size(probe, features), features[0].numel()
     method = choose_method(method, rows, inputs, rank, sampled=num_probes, itemsize=features.element_size())
     recipe = replace(recipe, method=method)

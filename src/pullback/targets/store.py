@@ -39,7 +39,7 @@ from pullback.probes import INPUTS, ProbeMap, load_probe, multi_layer_probe
 from pullback.runs.files import read_json, remove_unfinished, write_atomic, write_json
 from pullback.runs.folder import claim_folder
 from pullback.runs.provenance import weights_hash
-from pullback.runs.settings import check_settings
+from pullback.runs.settings import IDENTITY, check_settings
 from pullback.targets.recipe import Recipe
 from pullback.targets.table import Shard, SkippedItem, TargetTable
 
@@ -125,6 +125,15 @@ class TargetStore:
             done.update(zip(part["key"].to_pylist(), part["crop"].to_pylist(), strict=True))
         return done
 
+    def contents(self) -> dict[str, str]:
+        """Return {sha256 of an image: its key} of every image with rows."""
+        _, parquet = load_arrow()
+        found: dict[str, str] = {}
+        for path in self.shards:
+            part = parquet.read_table(path, columns=["image_sha256", "key"])
+            found.update(zip(part["image_sha256"].to_pylist(), part["key"].to_pylist(), strict=True))
+        return found
+
     def source(self) -> Source:
         """Open the images behind the rows: ``{item.key: item for item in store.source()}``."""
         if self.config["source"] == LISTED:
@@ -135,13 +144,32 @@ class TargetStore:
         return open_source(self.config["source"])
 
     def load_probe(self, model: str | None = None, *, device: str = "auto") -> ProbeMap:
-        """Load the probe that the rows were computed with; ``model``: where its weights are now, if they were moved."""
+        """Load the probe that the rows were computed with; ``model``: where its weights are now, if they were moved.
+
+        Decoder and task distance are found by name. Functions of your own, and output metrics, are not stored.
+        """
         name, decoder = model or self.config["model"], self.config["decoder"]
         distance, layer = self.config["distance"], self.config["layer"]
+        if self.config.get("output_metric") is not None:
+            raise self._not_stored("used an output metric, which is not stored", "output_metric")
         if isinstance(layer, str):
             after_norm = self.config.get("after_norm", True)
-            return multi_layer_probe(name, decoder, device=device, distance=distance, after_norm=after_norm)
-        return load_probe(name, decoder, layer, device=device, distance=distance)
+            probe = multi_layer_probe(name, decoder, device=device, distance=distance, after_norm=after_norm)
+        else:
+            follows = self.config.get("read_probe_layer", True)
+            probe = load_probe(name, decoder, layer, device=device, distance=distance, read_probe_layer=follows)
+        same_model = weights_hash(probe.backbone.model) == self.config["weights"]  # of others, nothing is expected
+        for part, identity in probe.identity.items():
+            if same_model and self.config.get(part, identity) != identity:
+                kind = part.removesuffix(IDENTITY)
+                raise self._not_stored(f"{kind} {self.config[kind]!r} of it is not the one of that name", kind)
+        return probe
+
+    def _not_stored(self, reason: str, argument: str) -> PullbackError:
+        return PullbackError(
+            f"probe: {self.folder} has targets whose probe cannot be loaded by names: {reason}. Load it in Python, "
+            f"load_probe(..., {argument}=...), and pass it on."
+        )
 
     def _read(self, path: Path, modes: bool = True) -> TargetTable:
         _, parquet = load_arrow()
@@ -246,9 +274,10 @@ def configuration(
         "weights": weights_hash(backbone.model),
         "dtype": str(backbone.dtype).removeprefix("torch."),
         "decoder": probe.decoder.name,
-        "distance": _name(probe.distance),
+        "distance": part_name(probe.distance),
         "layer": probe.layer,
-        **_probe_choices(probe),
+        **probe_choices(probe),
+        **probe.identity,
         **asdict(recipe),
         "tokens": layout.tokens,
         "dim": backbone.dim * len(probe.layers),
@@ -266,14 +295,15 @@ def configuration(
     }
 
 
-def _probe_choices(probe: ProbeMap) -> dict[str, Any]:
+def probe_choices(probe: ProbeMap) -> dict[str, Any]:
+    """Return the choices of a probe at its place that decide the rows, besides decoder and task distance."""
     if probe.at == INPUTS:
-        metric = {} if probe.output_metric is None else {"output_metric": _name(probe.output_metric)}
+        metric = {} if probe.output_metric is None else {"output_metric": part_name(probe.output_metric)}
         return {"after_norm": probe.after_norm, **metric}
-    return {"read_probe_layer": probe.read_probe_layer, "output_metric": _name(probe.output_metric)}
+    return {"read_probe_layer": probe.read_probe_layer, "output_metric": part_name(probe.output_metric)}
 
 
-def _name(part: object) -> str | None:
+def part_name(part: object) -> str | None:
     """Return the name of a task distance or an output metric: a function's own, or the hash of a fixed matrix."""
     if part is None or isinstance(part, str):
         return part

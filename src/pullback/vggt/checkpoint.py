@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pullback.backbones.loading import fetched_file, first_line, known_file, resolve_device
+from pullback.backbones.loading import check_dtype, fetched_file, first_line, known_file, resolve_device
 from pullback.errors import ModelError
 from pullback.models import EMBEDDED
 from pullback.runs.files import CONFIG, WEIGHTS, write_network
@@ -53,6 +53,7 @@ class VGGT(VGGTNetwork):
         there is none, are those of VGGT-1B. Weights of a head that the config leaves out, and of VGGT's track head,
         which is no part of this package, are ignored; any other difference in names or shapes is an error.
         """
+        check_dtype(dtype)
         where, target = _place(name), resolve_device(device)
         if config is not None and not isinstance(config, VGGTConfig):
             raise ModelError(

@@ -57,6 +57,11 @@ def points(backbone: VGGTBackbone, count: str | int = POINTS) -> Decoder:
 
     def decode(taps: Sequence[Tensor], layout: TokenLayout) -> Tensor:
         found = head([per_view(tap, layout) for tap in taps], layout.grid)[0]  # [B, S, H, W, 3]
+        if number > found.shape[1:4].numel():
+            raise DecoderError(
+                f"decoder: 'points-{number}' asks for more points than the {found.shape[1]} views have pixels, "
+                f"{found.shape[1:4].numel()}. Ask for fewer, or use larger views."
+            )
         pixels = point_pixels(number, found.shape[1], found.shape[2], found.shape[3])
         return found.flatten(1, 3)[:, pixels.to(found.device)]
 

@@ -25,7 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from pullback.backbones import check_evaluation_mode
-from pullback.errors import ModelError, PullbackError
+from pullback.checks import of_kind
+from pullback.errors import ImageError, ModelError, PullbackError
 from pullback.pruning.forward import StageRecord, TokenState, scored, stage_record, stage_scores, whole_sequence
 from pullback.pruning.matching import Leftover, leftover, reinserted, rows
 from pullback.pruning.model import Pruned
@@ -72,6 +73,7 @@ class PrunedVGGT(Pruned):
 
     def with_record(self, images: Tensor, **options: Any) -> tuple[Any, PrunedScenes]:
         """The output by the pruned route, whatever the ratio is, and what each stage did."""
+        of_kind("images", images, Tensor, "views [S, 3, H, W] or [B, S, 3, H, W] in [0, 1]", ImageError)
         scenes = images[None] if images.ndim == 4 else images
         run = self.run(scenes)
         output = self.model.decode(run.taps, run.layout, **options)

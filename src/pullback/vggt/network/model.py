@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pullback.checks import of_kind
-from pullback.errors import ModelError, ShapeError
+from pullback.errors import ImageError, ModelError, ShapeError
 from pullback.tokens import TokenLayout
 from pullback.vggt.network.aggregator import Aggregator
 from pullback.vggt.network.camera_head import CameraHead, PoseDerivative
@@ -73,6 +73,7 @@ class VGGTNetwork(nn.Module):
         ``chunk_views``: how many views the dense heads take at once, None for all; bounds memory alone.
         ``dense_views``: [n] int64, of which views depth and points are wanted; None for all.
         """
+        of_kind("images", images, Tensor, "views [S, 3, H, W] or [B, S, 3, H, W] in [0, 1]", ImageError)
         scenes = images[None] if images.ndim == 4 else images
         taps = self.aggregator(scenes)
         output = self.decode(

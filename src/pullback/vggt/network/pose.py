@@ -89,6 +89,7 @@ def unproject_depth(depth: Tensor, extrinsics: Tensor, intrinsics: Tensor) -> Te
 
 
 def _expect(value: Tensor, name: str, shape: tuple[int | None, ...]) -> None:
+    of_kind(name, value, Tensor, "a tensor", ShapeError)
     own = value.shape[-len(shape) :] if value.ndim >= len(shape) else None
     if own is None or any(wanted not in (None, got) for wanted, got in zip(shape, own, strict=True)):
         wanted = ", ".join("any" if side is None else str(side) for side in shape)
