@@ -7,7 +7,7 @@ diagnosing fifty images; `tests/backbones` checks that both give the same number
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
