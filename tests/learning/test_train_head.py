@@ -282,7 +282,7 @@ def test_a_head_for_other_features_cannot_be_the_start(probe, stores):
 @pytest.mark.parametrize("sizes", [{"width": 30}, {"width": 32, "heads": 3}, {"heads": 0}, {"width": 0}, {"width": -4}])
 def test_sizes_that_do_not_fit_are_refused(probe, stores, sizes):
     with pytest.raises(
-        ModelError, match="width / 4 to be a multiple of heads, got|a whole number of at least 1, got (0|-4)"
+        ModelError, match=r"width / 4 to be a multiple of heads, got|a whole number of at least 1, got (0|-4)"
     ):
         ImportanceHead.fit(stores["train"], probe, held_out=0.3, **sizes)
 

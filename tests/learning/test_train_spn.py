@@ -188,7 +188,7 @@ def test_a_checkpoint_of_another_run_is_refused(photos, others, tmp_path, change
 
 @pytest.mark.parametrize("sizes", [{"heads": 3}, {"heads": 0}, {"width": 0}])
 def test_sizes_that_do_not_fit_are_refused(photos, others, sizes):
-    with pytest.raises(ModelError, match="width to be a multiple of heads, got|a whole number of at least 1, got 0"):
+    with pytest.raises(ModelError, match=r"width to be a multiple of heads, got|a whole number of at least 1, got 0"):
         trained(photos, others, **sizes)
 
 
