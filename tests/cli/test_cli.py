@@ -17,6 +17,8 @@ import pullback.experiments.demo as demo
 import pullback.geometry.folder as workflow
 from pullback import __version__
 from pullback.cli import app
+from pullback.cli.common import in_options
+from pullback.cli.targets import targets
 from pullback.errors import NumericsError
 from pullback.experiments.demo import write_pictures
 from pullback.report.drawing import Drawing
@@ -332,6 +334,24 @@ def test_the_table_is_printed_before_the_figures_are_drawn(images, tmp_path, mon
     assert "captured energy" in result.output and "no figures today" in str(result.exception)
 
 
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        ("path='x': no such file", "--images='x': no such file"),
+        ("source: 3 of 4", "--images: 3 of 4"),
+        ("shard_size: expected more", "--shard-size: expected more"),
+        ("rank, limit: expected more", "--rank, --limit: expected more"),
+        ("rank, weather: expected more", "rank, weather: expected more"),
+        ("model: expected a folder", "model: expected a folder"),
+        ("weather: rain", "weather: rain"),
+        ("/tmp/x: cannot be written", "/tmp/x: cannot be written"),
+        ("Nothing in front", "Nothing in front"),
+    ],
+)
+def test_messages_name_the_options_of_the_command(message, shown):
+    assert in_options(message, targets) == shown and in_options(message, None) == message
+
+
 def test_a_bug_is_not_hidden(images, tmp_path, monkeypatch):
     fail_at_layer(10, RuntimeError("a bug"), monkeypatch)
     result = pullback("diagnose", "tiny-scenes", "--images", images, "--out", tmp_path, *SMALL)
@@ -390,6 +410,19 @@ def test_help_and_ls_import_neither_torch_nor_transformers():
     done = python("-c", code)
     assert done.stdout.splitlines()[-1] == "[]", done.stderr
     assert done.stdout.count("Usage: ") == len(COMMANDS)
+
+
+def test_help_shows_what_is_written_in_it():
+    """Words in square brackets would be taken for colours, and vanish."""
+    from rich.text import Text
+    from typer.main import get_command
+
+    def texts(command) -> list[str]:
+        inner = [text for one in getattr(command, "commands", {}).values() for text in texts(one)]
+        return [command.help or "", *(getattr(param, "help", None) or "" for param in command.params), *inner]
+
+    for text in texts(get_command(app)):
+        assert Text.from_markup(text).plain == text
 
 
 def test_every_command_is_in_the_list_of_commands():

@@ -83,6 +83,19 @@ def test_a_folder_holds_three_files_and_may_be_written_twice(model, tmp_path, no
     assert type(model).from_pretrained(str(tmp_path)).config.scores == {"later": 0.5}
 
 
+def test_the_folder_of_a_training_is_as_good_as_the_model_in_it(head, tmp_path, no_network):
+    head.save_pretrained(tmp_path / "run" / "model")
+    (tmp_path / "run" / "checkpoint.pt").write_bytes(b"")
+    again = ImportanceHead.from_pretrained(tmp_path / "run")
+    assert all(torch.equal(a, b) for a, b in zip(head.parameters(), again.parameters(), strict=True))
+
+
+def test_a_training_that_is_not_at_its_end_is_named(tmp_path, no_network):
+    (tmp_path / "checkpoint.pt").write_bytes(b"")
+    with pytest.raises(ModelError, match=r"name: the training in .* has not come to its end, .* Run the same"):
+        ImportanceHead.from_pretrained(tmp_path)
+
+
 def test_a_model_that_was_never_described_comes_back_too(tmp_path):
     loaded = ImportanceHead.from_pretrained(ImportanceHead(DIM, 32).save_pretrained(tmp_path))
     assert loaded.config.origin == Origin()

@@ -215,6 +215,32 @@ def test_a_checkpoint_of_another_run_is_refused(probe, stores, tmp_path, changes
 # ---- what is refused
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"held_out": 1.5}, "held_out: expected a share between 0 and 1"),
+        ({"held_out": 1e-6}, r"held_out: \d+ rows cannot be split by a share"),
+        ({"target": "beauty"}, "target: expected one of importance, block-norm, got 'beauty'"),
+        ({"config": replace(SHORT, seed=5)}, "seed: 0 there, 5 asked for"),
+        ({"width": 64}, "network.width: 32 there, 64 asked for"),
+        ({"rank_weight": 2.0}, "rank_weight: 0.5 there, 2.0 asked for"),
+        ({"width": 30}, "width, heads: expected width / 4"),
+        ({"out": "taken"}, "out: cannot make the folder"),
+    ],
+    ids=str,
+)
+def test_what_can_be_refused_is_refused_before_features_are_computed(
+    probe, stores, tmp_path, changes, message, monkeypatch
+):
+    options = {"held_out": 0.3, "config": SHORT, "out": tmp_path / "run", **HEAD}
+    train_head(probe, [stores["train"]], **options)
+    (tmp_path / "taken").write_text("")
+    changes = {name: tmp_path / value if name == "out" else value for name, value in changes.items()}
+    monkeypatch.setattr("pullback.learning.train_head.kept", lambda *_, **__: pytest.fail("features were computed"))
+    with pytest.raises(PullbackError, match=message):
+        train_head(probe, [stores["train"]], **(options | changes))
+
+
 def test_no_store_is_an_error(probe):
     with pytest.raises(PullbackError, match="train: expected at least one store of targets, got none"):
         train_head(probe, [])
@@ -256,7 +282,7 @@ def test_a_head_for_other_features_cannot_be_the_start(probe, stores):
 @pytest.mark.parametrize("sizes", [{"width": 30}, {"width": 32, "heads": 3}, {"heads": 0}, {"width": 0}, {"width": -4}])
 def test_sizes_that_do_not_fit_are_refused(probe, stores, sizes):
     with pytest.raises(
-        ModelError, match=r"width / 4 to be a multiple of heads|a whole number of at least 1, got (0|-4)"
+        ModelError, match=r"width / 4 to be a multiple of heads, got|a whole number of at least 1, got (0|-4)"
     ):
         ImportanceHead.fit(stores["train"], probe, held_out=0.3, **sizes)
 

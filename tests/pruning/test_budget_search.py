@@ -10,6 +10,7 @@ import torch
 from pullback.errors import PullbackError
 from pullback.pruning.budget import (
     RATIOS,
+    Forecast,
     best_within_cost,
     cheapest_within_degradation,
     stage_choices,
@@ -103,6 +104,19 @@ def test_a_forecast_reads_as_a_sentence():
     ) and f"cost {found.cost:.4g}, degradation" in str(found)
     measured = replace(found, flops=0.75, milliseconds=8.0, whole_milliseconds=10.0)
     assert "0.75 of the operations, 8 ms instead of 10 ms a batch, degradation" in str(measured)
+
+
+@pytest.mark.parametrize(
+    ("stages", "ratio", "words"),
+    [
+        ((4,), 0.475, "remove 47.5% of the patch tokens after block 4: "),
+        ((3, 6), 0.475, "remove 47.5% of the patch tokens in all, after blocks 3 and 6 (23.75% each): "),
+        ((3, 6, 9), 0.3, "remove 30.0% of the patch tokens in all, after blocks 3, 6 and 9 (10% each): "),
+        ((3, 6), (0.1, 0.3), "remove 40.0% of the patch tokens in all, after blocks 3 and 6 (10%, 30%): "),
+    ],
+)
+def test_a_forecast_says_whether_the_share_is_of_each_stage_or_of_all(stages, ratio, words):
+    assert str(Forecast(preset("best", ratio, stages), 1.0, 0.5, 0.1, 3)).startswith(words)
 
 
 def test_one_image_says_nothing_of_its_error():

@@ -48,7 +48,6 @@ TARGETS = ("importance", "block-norm")
 Reader = Callable[[Tensor], Tensor]
 """Row numbers [b] -> features [b, N, D]."""
 _BATCH = 64
-logger = logging.getLogger(__name__)
 
 
 def train_head(

@@ -130,7 +130,7 @@ class TargetStore:
         _, parquet = load_arrow()
         found: dict[str, str] = {}
         for path in self.shards:
-            part = parquet.read_table(path, columns=["image_sha256", "key"])
+            part = _read(path, partial(parquet.read_table, columns=["image_sha256", "key"]))
             found.update(zip(part["image_sha256"].to_pylist(), part["key"].to_pylist(), strict=True))
         return found
 
