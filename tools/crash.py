@@ -4,8 +4,8 @@
 
 Every command first runs to its end. Then it runs in another folder, is killed (SIGKILL) after a random part of that
 time, and the same command goes on, to be killed again, until one gets through; then comes the next folder, until there
-were so many kills. Each folder must end with the same rows or weights as the uninterrupted one, and without a temporary
-file.
+were so many kills. Each folder must end with the same rows or weights as the uninterrupted one, bit for bit, and
+without a temporary file.
 
 What a kill costs is read from the files: the time from the last file that the run had written, or from its start if it
 had written none, to the kill. It may not be more than ``--save-every`` seconds, to which the commands are set as well,
@@ -43,7 +43,6 @@ from pullback.scenes.render import render
 from pullback.targets import compute as computing
 
 SMALL = ("--size", "56", "--device", "cpu")
-TOLERANCE = 1e-5  # of rows: a run that goes on may compute images in other batches
 SLACK = 1.5  # a machine that is busy with other things saves a little later
 
 
@@ -219,7 +218,7 @@ def target_difference(one: Path, other: Path) -> str:
         return f"{len(first)} rows and {len(second)} rows are of other images"
     for name in ("singular_values", "importance", "block_energy", "kappa", "total"):
         values, others = getattr(first, name).double(), getattr(second, name).double()
-        if not torch.allclose(values, others, rtol=TOLERANCE, atol=TOLERANCE * float(values.abs().max())):
+        if not torch.equal(values, others):
             return f"{name} differs by {float((values - others).abs().max()):.2g}"
     if TargetStore(one, {}).skipped != TargetStore(other, {}).skipped:
         return "other images were skipped"
@@ -245,14 +244,14 @@ def rule_difference(one: Path, other: Path) -> str:
     first, second = rows(one), rows(other)
     if not first or first.keys() != second.keys():
         return f"{len(first)} rows and {len(second)} rows, or rows twice"
-    wrong = [key for key, value in first.items() if abs(value - second[key]) > TOLERANCE * max(1.0, abs(value))]
+    wrong = [key for key, value in first.items() if value != second[key]]
     if wrong:
         return f"{len(wrong)} rows differ, such as {wrong[0]}"
     means = [
         [rule["mean"] for rule in json.loads((folder / "summary.json").read_text(encoding="utf-8"))["rules"]]
         for folder in (one, other)
     ]
-    return "" if len(means[0]) == len(means[1]) else "the summaries differ"
+    return "" if means[0] == means[1] else "the summaries differ"
 
 
 def diagnosis_difference(one: Path, other: Path) -> str:
@@ -265,11 +264,11 @@ def diagnosis_difference(one: Path, other: Path) -> str:
     for mine, theirs in zip(first["layers"], second["layers"], strict=True):
         for image, again in zip(mine["per_image"], theirs["per_image"], strict=True):
             for name in ("kappa", "energy", "cv", "r_eff_trunc"):
-                if abs(image[name] - again[name]) > TOLERANCE * max(1.0, abs(image[name])):
+                if image[name] != again[name]:
                     return f"{name} of {image['file']} at layer {mine['layer']} differs"
     with np.load(one / "importance.npz") as a, np.load(other / "importance.npz") as b:
         names = [name for name in a.files if name.startswith("L")]
-        if any(not np.allclose(a[name], b[name], rtol=1e-4, atol=TOLERANCE) for name in names):
+        if any(not np.array_equal(a[name], b[name]) for name in names):
             return "importance.npz differs"
     return ""
 

@@ -42,8 +42,6 @@ from pullback.runs.settings import check_settings
 
 _SEEDS = 3
 """`diagnose` draws from this many seeds in a row; groups must not share them, or their errors would be correlated."""
-_BATCH = {"cpu": 1}
-"""Samples at a time, by kind of device: one by one where they take long, so that an interruption loses one at most."""
 
 
 @dataclass(frozen=True)
@@ -249,7 +247,6 @@ def _diagnose_layer(
                 seed=request.seed + _SEEDS * index,
                 rtol=request.rtol,
                 precision=request.precision,
-                batch_size=_BATCH.get(probe.device.type),
                 convergence_samples=max(0, request.convergence_samples - done),
                 on_progress=progress.advance,
                 parts=parts.of(probe.layer, index),

@@ -148,8 +148,9 @@ def token_importance(spectrum: Spectrum) -> Tensor:
     return spectrum.metric().importance()
 
 
-# On a CPU a few samples already fill the cores; on a GPU more of them hide the launches.
-MAX_SAMPLES = {"cpu": 2, "cuda": 64}
+# On a CPU the tangents of one sample already fill the cores, and an interruption loses one sample at most; on a GPU
+# more of them hide the launches.
+MAX_SAMPLES = {"cpu": 1, "cuda": 64}
 
 _Result = TypeVar("_Result")
 
@@ -162,6 +163,9 @@ class Probe(Protocol):
 
     @property
     def layer(self) -> Any: ...
+
+    @property
+    def device(self) -> torch.device: ...
 
     def features(self, images: Any, *, normalized: bool = ...) -> Tensor: ...
 

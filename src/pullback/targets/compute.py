@@ -38,7 +38,7 @@ from pullback.targets.table import Shard, SkippedItem, TargetTable
 
 ENGINES = ("local", "ray")
 GROUP = 64
-"""Rows whose features are computed together; `targets_in_batches` takes as many of them at a time as memory holds."""
+"""Rows whose features are computed together on a GPU; `targets_in_batches` takes as many of them as memory holds."""
 SAVE_EVERY = 30.0
 """Seconds of work that a killed run may lose."""
 READERS = min(8, os.cpu_count() or 1)
@@ -218,8 +218,10 @@ def compute_shards(
     """Read images, in threads and ahead of the computing, and compute their targets: one shard, or one for every
     ``seconds`` of work. An error or Ctrl-C comes after a shard with what was finished before it."""
     done, size = _Finished(work), job.batch_size
+    # one by one on a CPU, so that no number depends on where a run before this one was stopped
+    group = size or (1 if probe.device.type == "cpu" else GROUP)
     try:
-        for rows in _groups(_read_ahead(work, job), done.skipped):
+        for rows in _groups(_read_ahead(work, job), group, done.skipped):
             features = probe.features(torch.stack([row.pixels for row in rows]), normalized=True)
             seeds = [item_seed(job.seed, row.key, row.number) for row in rows]
             first = 0
@@ -321,17 +323,17 @@ def _read(item: ImageItem, numbers: Sequence[int], job: Job) -> list[_Row] | Ski
     return [_Row(item.key, sha256, n, crop, pixels) for n, (crop, pixels) in zip(numbers, cut, strict=True)]
 
 
-def _groups(images: Iterator[list[_Row] | SkippedItem], skipped: list[SkippedItem]) -> Iterator[list[_Row]]:
-    """Yield rows by `GROUP`; images that could not be read are added to ``skipped``."""
+def _groups(images: Iterator[list[_Row] | SkippedItem], size: int, skipped: list[SkippedItem]) -> Iterator[list[_Row]]:
+    """Yield rows by ``size``; images that could not be read are added to ``skipped``."""
     rows: list[_Row] = []
     for image in images:
         if isinstance(image, SkippedItem):
             skipped.append(image)
             continue
         rows += image
-        while len(rows) >= GROUP:
-            yield rows[:GROUP]
-            rows = rows[GROUP:]
+        while len(rows) >= size:
+            yield rows[:size]
+            rows = rows[size:]
     if rows:
         yield rows
 
