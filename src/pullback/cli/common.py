@@ -37,14 +37,18 @@ PRUNE_VIEWS = ("pb.prune_views(model, score, ratio=..., stages=...)", "docs/guid
 
 
 @contextmanager
-def running(out: Path | None = None, command: Callable[..., None] | None = None) -> Iterator[ProgressDisplay]:
+def running(
+    out: Path | None = None, command: Callable[..., None] | None = None, images: Sequence[str] = ()
+) -> Iterator[ProgressDisplay]:
     """Surround a command: show its progress, prepare to import torch, and turn errors into messages.
 
-    ``out``: the folder in which finished parts are kept if something fails; one that cannot be written, or holds the
-    results of another command, is refused at once. ``command``: the function, whose options messages name.
+    ``out``: the folder in which finished parts are kept if something fails; one that cannot be written, holds the
+    results of another command, or lies among ``images``, which the command draws from, is refused at once.
+    ``command``: the function, whose options messages name.
     """
     with ProgressDisplay(console(stderr=True)) as progress, reported(progress, out, command):
         if out is not None:
+            _check_outside(out, images)
             check_folder(out)
         if out is not None and command is not None:
             check_kind(out, _KINDS.get(command.__name__, command.__name__))
@@ -79,6 +83,17 @@ def reported(
             "with a smaller output (depth-8x8 for depth), or another --device."
         )
         _fail(message, progress, out, FAILED)
+
+
+def _check_outside(out: Path, images: Sequence[str]) -> None:
+    """Refuse a folder for figures in which the next run would find them and take them for images."""
+    for source in images:
+        folder = Path(source).expanduser()
+        if folder.is_dir() and out.expanduser().resolve().is_relative_to(folder.resolve()):
+            raise PullbackError(
+                f"out: {out} lies in {source}, which is searched for images: the figures would be among them the next "
+                "time. Choose a folder elsewhere."
+            )
 
 
 def in_options(message: str, command: Callable[..., None] | None) -> str:
@@ -159,6 +174,15 @@ def parse_layer(text: str) -> int | str:
         return int(text)
     except ValueError:
         raise PullbackError(f"layer: expected a block index such as 10, or 'hooks', got {text!r}.") from None
+
+
+def one_layer(given: Sequence[str] | None) -> str | None:
+    """Return the layer of a command that takes one, None where it was left out; refuse several."""
+    if given and len(given) > 1:
+        raise PullbackError(
+            f"layer: expected one, got {', '.join(given)}. Run the command for each of them, with an --out of its own."
+        )
+    return given[0] if given else None
 
 
 def parse_size(text: str | None) -> int | tuple[int, int] | None:
