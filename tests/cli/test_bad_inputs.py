@@ -73,6 +73,7 @@ diagnose, out of a model | {DIAGNOSE} --out {head} | --out: .* holds the weights
 diagnose, weights instead of the folder | {DIAGNOSE:{tiny}/model.safetensors} | For a 'dinov2' give the folder, .*tiny;
 diagnose, a pruned model | {DIAGNOSE:{pruned}} | model: .*no config.json .*PrunedModel.from_pretrained
 diagnose, one logit of no classifier | {DIAGNOSE} --decoder logit-5 | --decoder: .*no classifier. 'logit-5' needs
+diagnose, diagnosis.json cut short [1] | {DIAGNOSE} --out {undiagnosed} | --out: .*diagnosis.json cannot be read as JSON
 diagnose, model cut short [1] | {DIAGNOSE:{cut}} | model: the weights of .*model.safetensors' could not be loaded
 diagnose, model of no bytes [1] | {DIAGNOSE:{hollow}} | model: the weights of .*model.safetensors' could not be loaded
 diagnose, config.json cut short [1] | {DIAGNOSE:{torn}} | model: .*config.json is not a transformers configuration
@@ -215,6 +216,9 @@ def place(tmp_path_factory) -> dict[str, Path]:
     save(model_of("dinov2"), root / "tiny")
     paths["tiny"] = root / "tiny"
     paths["pruned"] = pb.prune(model_of("dinov2"), "norm", ratio=0.5, stages=[1]).save_pretrained(root / "pruned")
+    paths["undiagnosed"] = root / "undiagnosed"
+    paths["undiagnosed"].mkdir()
+    (paths["undiagnosed"] / "diagnosis.json").write_text('{"format": ')
     _models(root, paths)
     torch.manual_seed(0)
     config = HeadConfig(24, 16, 2, origin=Origin(family="dinov2", layer=4))

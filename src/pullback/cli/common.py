@@ -30,8 +30,9 @@ FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 """Exit codes: the machine's fault (a full disk, a damaged file, too little memory), the command's, and Ctrl-C."""
 _OF_THE_COMMAND = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
 _KINDS = {"head": "train", "spn": "train"}
-_OTHER_NAMES = {"path": "images", "source": "images"}
-"""What functions call the images. Where a command reads other ones too, it says so by `errors.naming`."""
+_OTHER_NAMES = {"path": "images", "source": "images", "folder": "out"}
+"""What functions call the images, and the folder of a run. Where a command reads others too, it says so by
+`errors.naming`."""
 PRUNE_VIEWS = ("pb.prune_views(model, score, ratio=..., stages=...)", "docs/guide/vggt-pruning.md")
 """What to use for a VGGT in place of the commands about pruning, and the page about it."""
 
@@ -48,8 +49,8 @@ def running(
     """
     with ProgressDisplay(console(stderr=True)) as progress, reported(progress, out, command):
         if out is not None:
-            _check_outside(out, images)
             check_folder(out)
+            _check_outside(out, images)
         if out is not None and command is not None:
             check_kind(out, _KINDS.get(command.__name__, command.__name__))
         progress.stage("loading torch")
