@@ -244,7 +244,7 @@ def test_sizes_may_be_rectangular(images, tmp_path):
         ({"--layer": "12"}, "layer: expected a block index from 0 to 11"),
         ({"--layer": "-1"}, "layer: expected a block index from 0 to 11"),
         ({"--layer": "last"}, "layer: expected a block index such as 10, or 'hooks', got 'last'"),
-        ({"--images": "{tmp}"}, "no image found"),
+        ({"--images": "{tmp}/empty"}, "no image found"),
         ({"--images": "{tmp}/missing"}, "no such file or folder"),
         ({"--decoder": "clss"}, "decoder: expected one of cls"),
         ({"--decoder": "projection"}, "projection"),
@@ -262,6 +262,7 @@ def test_sizes_may_be_rectangular(images, tmp_path):
 def test_bad_input_gives_one_line_and_exit_code_2(options, message, images, tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)  # no waiting for a network
     (tmp_path / "file").write_text("")
+    (tmp_path / "empty").mkdir()
     given = {"--images": str(images), "--out": str(tmp_path / "out"), "--size": "56", "--rank": "3", **options}
     given = {name: value.replace("{tmp}", str(tmp_path)) for name, value in given.items()}
     model = given.pop("model", "tiny-scenes")

@@ -17,7 +17,7 @@ pytest.importorskip("pyarrow", reason="pyarrow is not installed (the extra pullb
 
 app = typer.Typer()
 app.command()(targets)
-SMALL = ("--layer", 10, "--size", "28x42", "--rank", 3, "--device", "cpu", "--shard-size", 2)
+SMALL = ("--size", "28x42", "--rank", 3, "--device", "cpu", "--shard-size", 2)
 
 
 @pytest.fixture(scope="module")
