@@ -146,4 +146,4 @@ def test_broken_derivatives_are_named():
         with pytest.raises(NumericsError, match="J: its products hold NaN or infinity"):
             targets_of(broken, torch.ones(2, 4, 5, dtype=torch.float64), 2, method)
     with pytest.raises(DecoderError, match=r"zero Jacobian, samples \[0, 1\]"):
-        targets_of(FunctionProbe(lambda x: x[:, 0] * 0), normal(2, 4, 5), 2)
+        targets_of(FunctionProbe(lambda x: x[:, 0] * 0), normal(2, 4, 5), 2, batch_size=2)

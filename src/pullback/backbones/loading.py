@@ -23,7 +23,7 @@ from pullback.backbones.backbone import AnyBackbone, Backbone, Classifier, Prepr
 from pullback.backbones.block import Affine
 from pullback.backbones.outputs import CLASSIFIERS, classifier
 from pullback.checks import shown
-from pullback.errors import DamagedModelError, ModelError, counted
+from pullback.errors import DamagedModelError, ModelError, counted, first_line
 from pullback.models import EMBEDDED
 from pullback.models.dinov2 import Dinov2, Dinov2Config
 from pullback.models.tiny_scenes import TinyScenes, TinyScenesConfig
@@ -446,8 +446,3 @@ def known_file(name: str, filename: str) -> Path | None:
         return fetched_file(name, filename)
     except ModelError:
         return None
-
-
-def first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0][:300] if lines else type(error).__name__

@@ -45,7 +45,7 @@ def image_samples(batch: ImageBatch, pixels: PixelFormat, layout: TokenLayout) -
         names=paths,
         record={
             "image_files": list(paths),
-            "skipped": [{"file": str(image.path), "reason": image.reason} for image in batch.skipped],
+            "skipped": [image.record() for image in batch.skipped],
             "size": list(batch.pixels.shape[-2:]),
         },
         arrays={

@@ -91,6 +91,10 @@ class SkippedImage:
     def __str__(self) -> str:
         return f"{self.path}: {self.reason}"
 
+    def record(self) -> dict[str, str]:
+        """Return what a result file says of it."""
+        return {"file": str(self.path), "reason": self.reason}
+
 
 @dataclass(frozen=True, eq=False)
 class ImageBatch:

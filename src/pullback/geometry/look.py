@@ -25,7 +25,7 @@ from pullback.errors import DecoderError, PullbackError
 from pullback.geometry.importance import block_norms
 from pullback.geometry.scores import block_energies
 from pullback.operators import JacobianOperator, check_sensitive
-from pullback.probes import HOOKS, INPUTS, ProbeMap
+from pullback.probes import ProbeMap, place_of_layer
 from pullback.randnla import Streams
 from pullback.registry import decoders_for
 from pullback.runs import documents as files
@@ -93,7 +93,7 @@ def run_look(request: LookRequest, out: Path, progress: Progress | None = None) 
         "model": request.model,
         "images": [str(path) for path in batch.paths],
         "found": len(found),
-        "skipped": [{"file": str(image.path), "reason": image.reason} for image in batch.skipped],
+        "skipped": [image.record() for image in batch.skipped],
         "size": list(pixels.shape[-2:]),
         "maps": maps,
         "num_probes": request.num_probes,
@@ -138,7 +138,7 @@ def _probes(request: LookRequest, backbone: AnyBackbone) -> list[ProbeMap]:
     decoders = [build_decoder(name, backbone) for name in names]
     layers = dict.fromkeys(request.layers or _default_layers(backbone.depth, len(decoders)))
     distance = task_distance(request.distance)
-    places: list[Any] = [INPUTS if layer == HOOKS else layer for layer in layers]
+    places = [place_of_layer(layer) for layer in layers]
     return [ProbeMap(backbone, decoder, place, distance=distance) for decoder in decoders for place in places]
 
 

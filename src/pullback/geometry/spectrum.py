@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -185,9 +185,10 @@ class Sketched:
 def features_of(probe: Probe, images: Pictures, normalized: bool = False) -> Tensor:
     """Compute the features of images at a probe; ``normalized`` as in `ProbeMap.features`."""
     check_probe(probe)
-    if isinstance(images, Sized) and not isinstance(images, Mapping) and len(images) == 0:
+    features = probe.features(images, normalized=True) if normalized else probe.features(images)
+    if len(features) == 0:
         raise ImageError("images: expected at least one image, got an empty batch.")
-    return probe.features(images, normalized=True) if normalized else probe.features(images)
+    return features
 
 
 def check_probe(probe: Any) -> None:

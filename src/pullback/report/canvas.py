@@ -14,12 +14,10 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LogNorm
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure, SubFigure
 from matplotlib.textpath import TextPath
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from PIL import Image
-
-from pullback.report.heat import lay_over, limits
 
 DPI = 150
 MAX_BYTES = 1_000_000
@@ -97,24 +95,17 @@ class PictureGrid:
         return axes
 
 
-def energy_scale(relative: np.ndarray) -> LogNorm:
-    """Choose one colour scale for all pictures of a figure."""
-    return LogNorm(*limits(relative))
+def energy_colours(scale: tuple[float, float]) -> ScalarMappable:
+    """Return the colours in which `heat` shows energies between the two limits of a scale."""
+    return ScalarMappable(LogNorm(*scale), "inferno")
 
 
-def energy_bar(grid: PictureGrid, axes: Axes, scale: LogNorm) -> None:
+def energy_bar(figure: Figure | SubFigure, scale: tuple[float, float], **where: Any) -> None:
     """Draw the bar that says what the colours of patches mean."""
-    bar = grid.figure.colorbar(ScalarMappable(scale, "inferno"), cax=axes, extend="both")
-    plain_log_ticks(axes)
+    bar = figure.colorbar(energy_colours(scale), extend="both", **where)
+    plain_log_ticks(bar.ax)
     bar.outline.set_visible(False)
     bar.set_label("energy of a patch\n(1 = their mean)", fontsize=8)
-
-
-def lay_energy_over(axes: Axes, picture: np.ndarray, relative: np.ndarray, scale: LogNorm) -> None:
-    """Draw a picture under its patches in the colours of their energy."""
-    low, high = scale.vmin, scale.vmax
-    assert low is not None and high is not None  # as `energy_scale` sets them
-    axes.imshow(lay_over(picture, relative, (low, high)))
 
 
 def corner_note(axes: Axes, text: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from pullback.report.wording import percent, regime
+from pullback.report.wording import counted, percent, regime
 from pullback.runs.documents import layer_name
 from pullback.runs.progress import Lines, Silent
 
@@ -104,8 +104,7 @@ class ProgressDisplay:
         """A layer of a diagnosis is finished; ``result`` is its entry in diagnosis.json."""
         name, count = layer_name(result["layer"]), result["num_images"]
         line = f"{name}: κ({result['rank_used']}) = {percent(result['kappa'])}, regime {regime(result)}"
-        unit = self._unit.removesuffix("s") if count == 1 else self._unit
-        self.finished(name, f"{line}, {count} {unit} in {result['seconds']:.1f} s")
+        self.finished(name, f"{line}, {counted(count, self._unit.removesuffix('s'))} in {result['seconds']:.1f} s")
 
     def _count(self) -> str:
         task = next((task for task in self._bar.tasks if task.id == self._work), None)
