@@ -416,6 +416,11 @@ def to_tensor(rgb: Image.Image) -> Tensor:
     return torch.from_numpy(np.array(rgb)).permute(2, 0, 1).float() / 255
 
 
+def to_pictures(rgb: Tensor) -> np.ndarray:
+    """Convert RGB [..., 3, H, W] in [0, 1] to pictures, uint8 [..., H, W, 3]."""
+    return (rgb * 255).round().to(torch.uint8).movedim(-3, -1).cpu().numpy()
+
+
 def normalised(rgb: Tensor, mean: Sequence[float] = IMAGENET_MEAN, std: Sequence[float] = IMAGENET_STD) -> Tensor:
     """Subtract the mean of pictures [..., 3, H, W] in [0, 1] and divide by std, ImageNet's unless told otherwise."""
     of_kind("rgb", rgb, Tensor, "pictures [..., 3, H, W] in [0, 1] as a tensor", ImageError)
