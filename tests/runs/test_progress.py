@@ -36,4 +36,6 @@ def test_lines_of_a_script_go_to_standard_error(capsys):
     progress.work("L02", 3, "images")
     progress.advance(3)
     progress.finished("L02", "L02: done")
-    assert capsys.readouterr().err == "loading\nworth a line\nL02: done\n"
+    first, second, ended, last = capsys.readouterr().err.splitlines()
+    assert (first, second, last) == ("loading", "worth a line", "L02: done")
+    assert ended.startswith("L02: 3/3 images, ")

@@ -61,8 +61,8 @@ class Silent:
 class Lines:
     """A `Progress` of plain text: one line that counts up in a terminal, a line every few seconds anywhere else.
 
-    For scripts, on standard error, and for the command line where there is no terminal; in one, it has a livelier
-    display (`report.progress`). ``write`` prints a line, with its end.
+    For scripts, on standard error, where the end of work always has its line; and for the command line without a
+    terminal, by ``write``, where short work has none. (In a terminal it has a livelier display, `report.progress`.)
     """
 
     def __init__(self, write: Callable[[str], object] | None = None) -> None:
