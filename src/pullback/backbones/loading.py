@@ -441,8 +441,9 @@ def fetched_file(name: str, filename: str) -> Path | None:
 
 
 def known_file(name: str, filename: str) -> Path | None:
-    """Return what `fetched_file` does, and None also where the hub would have to be asked but cannot be reached."""
+    """Return what `fetched_file` does, and None also where the hub would have to be asked but cannot be reached, or where
+    the name is none that it could have."""
     try:
         return fetched_file(name, filename)
-    except ModelError:
+    except ValueError:  # `ModelError` and the hub's HFValidationError
         return None

@@ -36,7 +36,7 @@ from pullback.randnla import Estimate
 from pullback.runs import documents as files
 from pullback.runs.files import remove_unfinished, write_arrays, write_json
 from pullback.runs.folder import check_kind, claim_folder
-from pullback.runs.progress import Progress, Silent
+from pullback.runs.progress import Progress
 from pullback.runs.provenance import provenance, weights_hash
 from pullback.runs.settings import check_settings
 
@@ -86,7 +86,7 @@ def run_diagnosis(
     it, and layers that are not asked for again stay in it. Other settings or images are refused, or with ``anew`` take
     the place of what is there.
     """
-    progress = progress or Silent()
+    progress = progress or Progress()
     check_kind(out, "diagnose")
     progress.stage(f"loading {request.model}")
     backbone = load_any_backbone(request.model, device=request.device)

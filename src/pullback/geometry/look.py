@@ -32,7 +32,7 @@ from pullback.registry import decoders_for
 from pullback.runs import documents as files
 from pullback.runs.files import write_arrays, write_json
 from pullback.runs.folder import check_kind, claim_folder
-from pullback.runs.progress import Progress, Silent
+from pullback.runs.progress import Progress
 from pullback.runs.provenance import provenance
 
 PROBES = 32
@@ -61,7 +61,7 @@ class LookRequest:
 
 def run_look(request: LookRequest, out: Path, progress: Progress | None = None) -> dict[str, Any]:
     """Write the maps of every image to `look.npz` and what they are to `look.json`, which is also returned."""
-    progress = progress or Silent()
+    progress = progress or Progress()
     found = _check(request)
     check_kind(out, "look")
     progress.stage(f"loading {request.model}")

@@ -29,7 +29,7 @@ from pullback.randnla import Streams
 from pullback.runs.documents import CHECKPOINT, METRICS
 from pullback.runs.files import SAVE_EVERY, remove_unfinished, write_atomic
 from pullback.runs.folder import claim_folder
-from pullback.runs.progress import Progress, Silent
+from pullback.runs.progress import Progress
 from pullback.runs.rows import Rows, finite
 from pullback.runs.settings import check_settings
 
@@ -163,7 +163,7 @@ def fit(
     if tensorboard and out is None:
         raise PullbackError("tensorboard: expected a folder to write to, got out=None. Pass out=..., or leave it out.")
     run = _Run(network, task, config, out, settings or {}, tensorboard)
-    progress = progress or Silent()
+    progress = progress or Progress()
     progress.work("training", config.steps, "steps")
     progress.advance(run.step)
     try:
