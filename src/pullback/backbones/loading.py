@@ -372,7 +372,7 @@ def _filled(model: nn.Module, state: dict[str, Tensor], name: str, kind: str) ->
 def stored_classifier(backbone: Backbone) -> Classifier | None:
     """Return the classifier in the folder or hub repository that the model's weights are from; None: it has none."""
     source = str(getattr(backbone.model, "name_or_path", ""))
-    if not source or (Path(source).is_absolute() and not Path(source).is_dir()):
+    if not source or known_file(source, "config.json") is None:  # or a folder that is no longer there
         return None
     keys = {f"{name}.{part}" for names in CLASSIFIERS for name in names for part in ("weight", "bias")}
     state = {key: value.to(backbone.norm.weight) for key, value in _tensors(source, keys).items()}
@@ -441,8 +441,8 @@ def fetched_file(name: str, filename: str) -> Path | None:
 
 
 def known_file(name: str, filename: str) -> Path | None:
-    """Return what `fetched_file` does, and None also where the hub would have to be asked but cannot be reached, or where
-    the name is none that it could have."""
+    """Return what `fetched_file` does, and None also where the hub would have to be asked but cannot be reached, or
+    where the name cannot be one of the hub's."""
     try:
         return fetched_file(name, filename)
     except ValueError:  # `ModelError` and the hub's HFValidationError
