@@ -1,6 +1,6 @@
 """Kill commands at random moments, let them go on, and compare what they leave with an uninterrupted run.
 
-    python tools/crash.py [--kills 20] [--commands targets,train,prune,diagnose] [--save-every 30] [--seed 0]
+    python tools/crash.py [--kills 20] [--commands targets,train,prune,diagnose] [--save-every 30] [--out FILE]
 
 Every command first runs to its end. Then it runs in another folder, is killed (SIGKILL) after a random part of that
 time, and the same command goes on, to be killed again, until one gets through; then comes the next folder, until there
@@ -28,9 +28,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
 
 import pullback as pb
 from pullback.cli import app
@@ -39,6 +41,8 @@ from pullback.geometry import folder as diagnosing
 from pullback.learning import fit as training
 from pullback.learning import train_head
 from pullback.pruning import compare as comparing
+from pullback.runs.files import write_json
+from pullback.runs.provenance import provenance
 from pullback.scenes.render import render
 from pullback.targets import compute as computing
 
@@ -89,7 +93,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--images", type=int, default=24)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--work", type=Path, help="folder for everything, by default a temporary one")
+    parser.add_argument("--out", type=Path, help="file for the results (JSON)")
     given = parser.parse_args(arguments)
+    rows = {}
     with tempfile.TemporaryDirectory() as temporary:
         work = given.work or Path(temporary)
         jobs = prepared(work, given.images)
@@ -98,6 +104,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             outcome = crash(jobs[name], work / name, given.kills, given.save_every, random.Random(given.seed))
             print(outcome.line(name, given.save_every), flush=True)
             good &= outcome.good(given.save_every)
+            rows[name] = asdict(outcome) | {"allowed": outcome.allowed(given.save_every)}
+    if given.out is not None:
+        header = provenance(torch.device("cpu")) | {
+            "kills": given.kills,
+            "save_every": given.save_every,
+            "images": given.images,
+        }
+        write_json(given.out, header | {"seed": given.seed, "commands": rows})
     return 0 if good else 1
 
 
@@ -207,8 +221,6 @@ def results(folder: Path) -> list[Path]:
 
 def target_difference(one: Path, other: Path) -> str:
     """Compare two stores row by row."""
-    import torch
-
     from pullback.targets.store import TargetStore
 
     tables = [TargetStore.open(folder).read() for folder in (one, other)]

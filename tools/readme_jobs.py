@@ -117,7 +117,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="file for the rows (JSON)")
     arguments = parser.parse_args()
 
-    from pullback.runs.provenance import commit, machine
+    import torch
+
+    from pullback.runs.provenance import provenance
 
     pictures = sorted(arguments.images.resolve().rglob("*.jp*g"))[: arguments.count]
     with tempfile.TemporaryDirectory() as name:
@@ -133,15 +135,8 @@ def main() -> None:
             print(f"{'works' if row.worked else 'FAILS'} {row.seconds:7.1f} s  {row.job} ({row.language})", flush=True)
             print(*(f"    {line}" for line in row.tail), sep="\n", flush=True)
     if arguments.out is not None:
-        import torch
-
-        header = {
-            "commit": commit(), "machine": machine(torch.device("cpu"), threads=True), "pictures": len(pictures),
-            "command": "python tools/readme_jobs.py --model facebook/dinov2-small --images photos/",
-        }  # fmt: skip
-        arguments.out.write_text(
-            json.dumps(header | {"rows": [asdict(row) for row in rows]}, indent=1, ensure_ascii=False) + "\n"
-        )
+        document = provenance(torch.device("cpu")) | {"pictures": len(pictures), "rows": [asdict(row) for row in rows]}
+        arguments.out.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     sys.exit(not all(row.worked for row in rows))
 
 

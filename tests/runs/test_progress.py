@@ -36,6 +36,6 @@ def test_lines_of_a_script_go_to_standard_error(capsys):
     progress.work("L02", 3, "images")
     progress.advance(3)
     progress.finished("L02", "L02: done")
-    first, second, ended, last = capsys.readouterr().err.splitlines()
-    assert (first, second, last) == ("loading", "worth a line", "L02: done")
-    assert ended.startswith("L02: 3/3 images, ")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[:2] == ["loading", "worth a line"] and lines[3:] == ["L02: done"]
+    assert lines[2].startswith("L02: 3/3 images"), "a script says when its work has ended, however quick it was"
