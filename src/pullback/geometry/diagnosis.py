@@ -193,19 +193,19 @@ class Tractability:
 
     def plot(self) -> Figure:
         """Draw the energy of each direction, kappa, and the energy of each patch, as a matplotlib figure."""
-        from pullback.geometry.shown import shown_report
+        from pullback.geometry.overview import report_overview
 
-        return shown_report(self).plot()
+        return report_overview(self).plot()
 
     def __repr__(self) -> str:
-        from pullback.geometry.shown import shown_report
+        from pullback.geometry.overview import report_overview
 
-        return f"Tractability({shown_report(self).line('regime')})"
+        return f"Tractability({report_overview(self).line('regime')})"
 
     def _repr_html_(self) -> str:
-        from pullback.geometry.shown import shown_report
+        from pullback.geometry.overview import report_overview
 
-        return shown_report(self).html()
+        return report_overview(self).html()
 
     def __str__(self) -> str:
         bound = ">=" if self.r90[1] else ""

@@ -54,19 +54,19 @@ class Spectrum:
 
     def plot(self) -> Figure:
         """Draw the energy of each direction, kappa, and the energy of each patch, as a matplotlib figure."""
-        from pullback.geometry.shown import shown_spectrum
+        from pullback.geometry.overview import spectrum_overview
 
-        return shown_spectrum(self).plot()
+        return spectrum_overview(self).plot()
 
     def __repr__(self) -> str:
-        from pullback.geometry.shown import shown_spectrum
+        from pullback.geometry.overview import spectrum_overview
 
-        return f"Spectrum({shown_spectrum(self).line()})"
+        return f"Spectrum({spectrum_overview(self).line()})"
 
     def _repr_html_(self) -> str:
-        from pullback.geometry.shown import shown_spectrum
+        from pullback.geometry.overview import spectrum_overview
 
-        return shown_spectrum(self).html()
+        return spectrum_overview(self).html()
 
 
 def as_token_maps(columns: Tensor, shape: torch.Size) -> Tensor:

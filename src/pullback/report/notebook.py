@@ -21,7 +21,7 @@ _BOX = 16  # pixels, the side of a block
 
 
 @dataclass(frozen=True, eq=False)
-class Shown:
+class Overview:
     """One Jacobian per sample, in plain numbers. ``layer``: an entry of `diagnosis.json`, as far as figures read it."""
 
     name: str

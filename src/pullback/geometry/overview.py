@@ -15,15 +15,15 @@ from pullback.randnla import Estimate
 from pullback.tokens import TokenLayout
 
 if TYPE_CHECKING:
-    from pullback.report.notebook import Shown
+    from pullback.report.notebook import Overview
 
 MAX_MAPS = 8
 
 
-def shown_spectrum(spectrum: Spectrum) -> Shown:
+def spectrum_overview(spectrum: Spectrum) -> Overview:
     """Return the numbers of a spectrum, with one mean over its samples for each."""
     from pullback.report import wording
-    from pullback.report.notebook import Shown
+    from pullback.report.notebook import Overview
 
     kappa = summary(summarize(Estimate(spectrum.kappa.value[:, -1], spectrum.kappa.se[:, -1]).pairs()))
     values = spectrum.singular_values.tolist()
@@ -37,7 +37,7 @@ def shown_spectrum(spectrum: Spectrum) -> Shown:
         ],
     }
     unit = spectrum.token_layout.unit
-    return Shown(
+    return Overview(
         name=spectrum.probe,
         unit=unit,
         layer=layer,
@@ -50,15 +50,15 @@ def shown_spectrum(spectrum: Spectrum) -> Shown:
     )
 
 
-def shown_report(report: Tractability) -> Shown:
+def report_overview(report: Tractability) -> Overview:
     """Return the numbers of a diagnosis, worded as on its page."""
     from pullback.report import wording
-    from pullback.report.notebook import Shown
+    from pullback.report.notebook import Overview
 
     layer = layer_result(report, [""] * len(report.samples))
     unit = report.token_layout.unit
     cv, over_patches = layer["cv"], layer["regime_over_patches"]
-    return Shown(
+    return Overview(
         name=report.probe,
         unit=unit,
         layer={**layer, "layer": ""},
