@@ -15,13 +15,14 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure, SubFigure
-from matplotlib.textpath import TextPath
+from matplotlib.font_manager import FontProperties, findfont, get_font
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from PIL import Image
 
 DPI = 150
 MAX_BYTES = 1_000_000
 _TITLE_SIZE = 10
+_FINE = 1200  # dots an inch, at which rounding to pixels does not matter
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,11 @@ def title_room(text: str, width: float) -> float:
 
 
 def _inches(text: str) -> float:
-    return float(TextPath((0, 0), text, size=_TITLE_SIZE).get_extents().width) / 72
+    """Return the width of a title. (The outlines of its letters would tell as well, but take half a second a title.)"""
+    font = get_font(findfont(FontProperties()))
+    font.set_size(_TITLE_SIZE, _FINE)
+    font.set_text(text)
+    return float(font.get_width_height()[0]) / 64 / _FINE  # which counts in parts of a pixel
 
 
 def beside(axes: Axes, text: str, y: float = 0.5) -> None:
