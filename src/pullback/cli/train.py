@@ -16,6 +16,7 @@ from pullback.cli.common import load_any_probe, parse_size, refuse_scenes, runni
 from pullback.errors import PullbackError, naming
 from pullback.report.drawing import Drawing
 from pullback.report.progress import ProgressDisplay
+from pullback.runs.documents import CHECKPOINT
 
 if TYPE_CHECKING:
     from pullback.learning.fit import FitConfig
@@ -191,7 +192,7 @@ def _run(out: Path, device: str, command: Callable[..., None]) -> Iterator[tuple
         try:
             yield progress, place
         except (KeyboardInterrupt, OSError):
-            if (out / "checkpoint.pt").is_file():
+            if (out / CHECKPOINT).is_file():
                 progress.done.append("the last checkpoint; the same command goes on from there")
                 progress.current = None
             raise
