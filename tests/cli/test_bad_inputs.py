@@ -57,7 +57,7 @@ diagnose, layer too deep | {DIAGNOSE} --layer 99 | --layer: expected a block ind
 diagnose, layer in words | {DIAGNOSE} --layer last | --layer: expected a block index such as 10
 diagnose, rank 0 | {DIAGNOSE} --rank 0 | Invalid value for '--rank'
 diagnose, rtol below 0 | {DIAGNOSE} --rtol -1 | Invalid value for '--rtol'
-diagnose, size no multiple | {DIAGNOSE} --size 57 | 57x57 pixels are not divisible by the patch size 14
+diagnose, size no multiple | {DIAGNOSE} --size 57 | --size: 57x57 pixels are not divisible by the patch size 14
 diagnose, size in words | {DIAGNOSE} --size large | --size: expected pixels such as 224
 diagnose, limit 0 | {DIAGNOSE} --limit 0 | Invalid value for '--limit'
 diagnose, unknown method | {DIAGNOSE} --method guess | Invalid value for '--method'
@@ -66,8 +66,14 @@ diagnose, unknown device | {DIAGNOSE} --device abacus | --device: 'abacus' canno
 diagnose, unknown distance | {DIAGNOSE} --distance manhattan | --distance: expected one of
 diagnose, out is a file | {DIAGNOSE} --out {text} | --out: cannot make the folder .*is not a folder
 diagnose, out below a file | {DIAGNOSE} --out {text}/deep/er | --out: cannot make the folder .*is not a folder
+diagnose, out among the images | {DIAGNOSE} --out {photos}/results | --out: .* lies in .* searched for images
+diagnose, out is the images | {DIAGNOSE} --out {photos} | --out: .* lies in .* searched for images
 diagnose, out of targets | {DIAGNOSE} --out {store} | --out: .* holds targets .*belongs to one kind of run
 diagnose, out of a model | {DIAGNOSE} --out {head} | --out: .* holds the weights of a model
+diagnose, weights instead of the folder | {DIAGNOSE:{tiny}/model.safetensors} | For a 'dinov2' give the folder, .*tiny;
+diagnose, a pruned model | {DIAGNOSE:{pruned}} | model: .*no config.json .*PrunedModel.from_pretrained
+diagnose, one logit of no classifier | {DIAGNOSE} --decoder logit-5 | --decoder: .*no classifier. 'logit-5' needs
+diagnose, diagnosis.json cut short [1] | {DIAGNOSE} --out {undiagnosed} | --out: .*diagnosis.json cannot be read as JSON
 diagnose, model cut short [1] | {DIAGNOSE:{cut}} | model: the weights of .*model.safetensors' could not be loaded
 diagnose, model of no bytes [1] | {DIAGNOSE:{hollow}} | model: the weights of .*model.safetensors' could not be loaded
 diagnose, config.json cut short [1] | {DIAGNOSE:{torn}} | model: .*config.json is not a transformers configuration
@@ -77,6 +83,7 @@ look, image nowhere | look tiny-scenes nowhere --out {new} | images='nowhere': n
 look, layer in words | {LOOK} --layer first | --layer: expected a block index such as 10
 look, one probe | {LOOK} --probes 1 | Invalid value for '--probes'
 look, unknown decoder | {LOOK} --decoder words | decoder: expected one of cls
+look, out among the images | {LOOK} --out {photos}/look | --out: .* lies in .* searched for images
 look, out of targets | {LOOK} --out {store} | --out: .* holds targets
 demo, out is a file | demo --out {text} | --out: cannot make the folder
 demo, negative seed | demo --seed -1 | Invalid value for '--seed'
@@ -89,6 +96,7 @@ targets, archive nowhere | {TARGETS} --images 'a-{{0..1}}.tar' | --images=.*no s
 targets, list without a line | {TARGETS} --images {no_lines} | --images=.*expected one path per line
 targets, nothing readable | {TARGETS} --images {broken_image} | --images=.*expected at least one readable image
 targets, rank too large | {TARGETS} --rank 9999 | --rank: expected 1 <= rank
+targets, two layers | {TARGETS} --layer 4 --layer 8 | --layer: expected one, got 4, 8. Run the command for each
 targets, crops below 0 | {TARGETS} --crops -1 | Invalid value for '--crops'
 targets, shards of no rows | {TARGETS} --shard-size 0 | Invalid value for '--shard-size'
 targets, unknown engine | {TARGETS} --engine spark | Invalid value for '--engine'
@@ -124,18 +132,19 @@ head, other images | {HEAD} --images {other} | --images: 6 of 6 images of these 
 head, another model | {HEAD} --model {tiny} | layer: expected a block index from 0 to 2
 head, out of targets | {HEAD} --out {store} | --out: .* holds targets
 head, another seed | {HEAD} --out {trained} --seed 3 | --out: .*holds a training run with other settings .*seed: 0 there
-head, damaged checkpoint [1] | {HEAD} --out {uncheckpointed} | checkpoint.pt: cannot be read .*Delete it to train
+head, damaged checkpoint [1] | {HEAD} --out {uncheckpointed} | checkpoint.pt: cannot be read .*Delete it(?!.*goes on)
 spn without held-out | train spn tiny-scenes --images {photos} --out {new} | Missing option '--held-out'
 spn, images nowhere | {SPN} --images nowhere | --images='nowhere': no such file or folder
 spn, held-out nowhere | {SPN} --held-out nowhere | --held-out='nowhere': no such file or folder
 spn, width no multiple | {SPN} --width 30 --heads 4 | --width, --heads: expected width to be a multiple
+spn, two layers | {SPN} --layer 4 --layer 8 | --layer: expected one, got 4, 8
 spn, narrow sketch | {SPN} --sketch-width 1 | --sketch-width: expected rank <= width
 spn, pairs of one | {SPN} --supervision distances --batch 1 | --batch: distance matching compares pairs
 spn, unknown supervision | {SPN} --supervision love | Invalid value for '--supervision'
 spn, out of a training of another kind | {SPN} --out {trained} | --out: .*holds a training run with other settings
 prune without out | prune tiny-scenes --images {photos} | Missing option '--out'
 prune, images nowhere | {PRUNE} --images nowhere | --images='nowhere': no such file or folder
-prune, ratio 1 | {PRUNE} --ratios 1 | ratio: expected a share of the patch tokens
+prune, ratio 1 | {PRUNE} --ratios 1 | --ratios: expected a share of the patch tokens
 prune, ratios in words | {PRUNE} --ratios half | --ratios: expected a list such as 0.1,0.3
 prune, a stage twice | {PRUNE} --stages 4,4 | --stages: expected ascending blocks, each once
 prune, stages backwards | {PRUNE} --stages 8,4 | --stages: expected ascending blocks
@@ -152,6 +161,7 @@ prune, images without classes | {PRUNE} --bank {photos} | --labels: .* lies in n
 prune, labels nowhere | {PRUNE} --bank {photos} --labels nowhere.csv | --labels: .*nowhere.csv
 prune, labels without columns | {PRUNE} --bank {photos} --labels {text} | --labels: expected a column file
 prune, another seed | {PRUNE} --out {compared} --seed 3 | --out: .*holds a comparison with other settings .*seed
+prune, out among the images | {PRUNE} --out {photos}/x | --out: .* lies in .* searched for images
 prune, out of targets | {PRUNE} --out {store} | --out: .* holds targets
 prune, a row that is no JSON [1] | {PRUNE} --out {misread} | line 1 of .*rows.jsonl is no JSON
 prune, settings cut short [1] | {PRUNE} --out {unsettled} | settings.json cannot be read as JSON
@@ -162,9 +172,11 @@ plan, no milliseconds | {UNBOUND} --milliseconds 0 | --milliseconds: expected mi
 plan, heads without blocks | {PLAN} --heads norm | --heads: expected BLOCK=HEAD by commas
 plan, a block twice | {PLAN} --heads 4=norm,4=evit | --heads: expected each block once
 plan, head nowhere | {PLAN} --heads 4=no/head | --heads: 'no/head' is neither a folder
-plan, block too deep | {PLAN} --heads 11=norm | stages: expected blocks from 0 to 10
+plan, block too deep | {PLAN} --heads 11=norm | --heads: expected blocks from 0 to 10
+plan, head of another layer | {PLAN} --heads 6={trained} | --heads: it was trained for layer 10
 plan, no stages | {PLAN} --stages 0 | Invalid value for '--stages'
 plan, images nowhere | {PLAN} --images nowhere | --images='nowhere': no such file or folder
+plan, out among the images | {PLAN} --out {photos}/x | --out: .* lies in .* searched for images
 plan, out of targets | {PLAN} --out {store} | --out: .* holds targets
 plan, out is a file | {PLAN} --out {text} | --out: cannot make the folder
 plan, a budget that nothing meets | {PLAN} --flops 0.01 | budget: no plan was found
@@ -203,6 +215,10 @@ def place(tmp_path_factory) -> dict[str, Path]:
     paths["broken_image"].write_bytes(b"not a picture")
     save(model_of("dinov2"), root / "tiny")
     paths["tiny"] = root / "tiny"
+    paths["pruned"] = pb.prune(model_of("dinov2"), "norm", ratio=0.5, stages=[1]).save_pretrained(root / "pruned")
+    paths["undiagnosed"] = root / "undiagnosed"
+    paths["undiagnosed"].mkdir()
+    (paths["undiagnosed"] / "diagnosis.json").write_text('{"format": ')
     _models(root, paths)
     torch.manual_seed(0)
     config = HeadConfig(24, 16, 2, origin=Origin(family="dinov2", layer=4))

@@ -28,7 +28,7 @@ pytest.importorskip("pyarrow", reason="pyarrow is not installed (the extra pullb
 
 STEPS = ("--steps", 6, "--batch", 8, "--validate-every", 3, "--device", "cpu")
 HEAD = (*STEPS, "--width", 32, "--heads", 2)
-SPN = (*STEPS, "--width", 16, "--heads", 2, "--rank", 3, "--size", "28x42", "--layer", 1)
+SPN = (*STEPS, "--width", 16, "--heads", 2, "--rank", 3, "--size", "28x42")
 
 
 @pytest.fixture

@@ -373,3 +373,16 @@ def test_a_regime_within_the_error_of_another_is_hedged(marginal):
     assert (hedged.regime.label, [regime.label for regime in hedged.could_be]) == ("iii", ["i"])
     assert report.verdict.could_be == ()
     assert "could also be (i) rich spectrum over patches: more images would tell" in report.advice
+
+
+def test_a_layer_whose_patches_move_nothing_says_so_and_does_not_speak_of_convergence(images):
+    report = pb.diagnose(seeded("cls", 5), images, rank=2)  # behind the last attention
+    assert report.advice.startswith("No patch of this layer moves the output, only the 1 token before them")
+    assert "converged" not in report.advice and "an earlier layer" in report.advice
+    assert report.verdict_over_patches is None and not report.patches_look_random
+
+
+def test_exact_modes_that_are_as_even_as_random_ones_are_not_called_unconverged(marginal):
+    alike = class_token_and_patches(marginal, over_all=7.4, over_patches=marginal.cv_null)
+    assert "tokens count alike" in replace(alike, method="exact").advice
+    assert "not converged" in replace(alike, method="krylov").advice

@@ -1,5 +1,6 @@
 """Where a number came from."""
 
+import os
 import re
 import subprocess
 import sys
@@ -23,6 +24,26 @@ def test_the_origin_of_a_result_is_complete_and_plain():
 def test_the_commit_is_that_of_the_checkout_or_unknown():
     found = commit()
     assert found is None or re.fullmatch(r"[0-9a-f]{40}(-dirty)?", found)
+
+
+def test_asking_for_the_commit_tells_changes_and_leaves_the_index_alone(tmp_path, monkeypatch):
+    """Nothing is written into the user's repository: a run that is stopped just then must not leave it locked."""
+    package = tmp_path / "package"
+    package.mkdir()
+    module = package / "__init__.py"
+    module.write_text("")
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    for arguments in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "first"]):
+        subprocess.run([*git, *arguments], check=True)
+    monkeypatch.setattr(pullback, "__file__", str(module))
+    index = tmp_path / ".git" / "index"
+    os.utime(module, (1, 1))  # the index no longer knows whether it is as it was
+    before = index.stat().st_mtime_ns, index.stat().st_ino
+    clean = commit()
+    assert clean is not None and re.fullmatch(r"[0-9a-f]{40}", clean)
+    assert (index.stat().st_mtime_ns, index.stat().st_ino) == before
+    module.write_text("changed = True")
+    assert commit() == f"{clean}-dirty"
 
 
 def test_the_hash_of_weights_knows_names_shapes_and_values():

@@ -20,7 +20,7 @@ from pullback.backbones.block import Block, Norm, Rope, TokenMap
 from pullback.backbones.samples import Samples, image_samples
 from pullback.data.images import ImageBatch, ImageSource, PixelFormat, checked_size, read_images
 from pullback.data.pictures import Pictures, as_pixels
-from pullback.errors import ImageError, ModelError, ShapeError
+from pullback.errors import ImageError, ModelError, ShapeError, naming
 from pullback.operators import FunctionLinearization, Linearization
 from pullback.tokens import TokenLayout
 
@@ -336,7 +336,8 @@ class Backbone(AnyBackbone):
 
     def check_size(self, size: Size) -> None:
         height, width = checked_size(self.preprocessing.size if size is None else size)
-        self.token_layout(torch.empty(0, 3, height, width))
+        with naming("size"):
+            self.token_layout(torch.empty(0, 3, height, width))
 
     def read(self, path: ImageSource, size: Size = None, limit: int | None = None) -> Samples:
         batch = self.read_images(path, size, limit)

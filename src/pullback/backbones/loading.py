@@ -104,9 +104,10 @@ def check_evaluation_mode(module: nn.Module, argument: str) -> None:
     """Refuse a module of which any part is in train mode."""
     training = [name or type(module).__name__ for name, part in module.named_modules() if part.training]
     if training:
+        more = len(training) - 1
+        which = f"{training[0]} and {counted(more, 'more submodule')} are" if more else f"{training[0]} is"
         raise ModelError(
-            f"{argument}: expected evaluation mode, but {training[0]} and "
-            f"{counted(len(training) - 1, 'more submodule')} are in train mode, where dropout and batch norm make the "
+            f"{argument}: expected evaluation mode, but {which} in train mode, where dropout and batch norm make the "
             f"output random. Call {argument}.eval() first."
         )
 
@@ -277,7 +278,11 @@ def locate(name: str) -> str:
 def _check_folder(folder: Path) -> None:
     files = sorted(path.name for path in folder.iterdir())
     if "config.json" not in files:
-        raise ModelError(f"model: {folder} has no config.json (it holds {files[:6]}). Expected a transformers folder.")
+        inner = " A pruned model is read by pb.PrunedModel.from_pretrained; the model in it is in model/."
+        raise ModelError(
+            f"model: {folder} has no config.json (it holds {files[:6]}). Expected a transformers folder."
+            f"{inner if 'pruned.json' in files else ''}"
+        )
     if any(name.endswith((".safetensors", ".safetensors.index.json")) for name in files):
         return
     pickled = [name for name in files if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]

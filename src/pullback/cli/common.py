@@ -30,22 +30,27 @@ FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 """Exit codes: the machine's fault (a full disk, a damaged file, too little memory), the command's, and Ctrl-C."""
 _OF_THE_COMMAND = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
 _KINDS = {"head": "train", "spn": "train"}
-_OTHER_NAMES = {"path": "images", "source": "images"}
-"""What functions call the images. Where a command reads other ones too, it says so by `errors.naming`."""
+_OTHER_NAMES = {"path": "images", "source": "images", "folder": "out"}
+"""What functions call the images, and the folder of a run. Where a command reads others too, it says so by
+`errors.naming`."""
 PRUNE_VIEWS = ("pb.prune_views(model, score, ratio=..., stages=...)", "docs/guide/vggt-pruning.md")
 """What to use for a VGGT in place of the commands about pruning, and the page about it."""
 
 
 @contextmanager
-def running(out: Path | None = None, command: Callable[..., None] | None = None) -> Iterator[ProgressDisplay]:
+def running(
+    out: Path | None = None, command: Callable[..., None] | None = None, images: Sequence[str] = ()
+) -> Iterator[ProgressDisplay]:
     """Surround a command: show its progress, prepare to import torch, and turn errors into messages.
 
-    ``out``: the folder in which finished parts are kept if something fails; one that cannot be written, or holds the
-    results of another command, is refused at once. ``command``: the function, whose options messages name.
+    ``out``: the folder in which finished parts are kept if something fails; one that cannot be written, holds the
+    results of another command, or lies among ``images``, which the command draws from, is refused at once.
+    ``command``: the function, whose options messages name.
     """
     with ProgressDisplay(console(stderr=True)) as progress, reported(progress, out, command):
         if out is not None:
             check_folder(out)
+            _check_outside(out, images)
         if out is not None and command is not None:
             check_kind(out, _KINDS.get(command.__name__, command.__name__))
         progress.stage("loading torch")
@@ -79,6 +84,17 @@ def reported(
             "with a smaller output (depth-8x8 for depth), or another --device."
         )
         _fail(message, progress, out, FAILED)
+
+
+def _check_outside(out: Path, images: Sequence[str]) -> None:
+    """Refuse a folder for figures in which the next run would find them and take them for images."""
+    for source in images:
+        folder = Path(source).expanduser()
+        if folder.is_dir() and out.expanduser().resolve().is_relative_to(folder.resolve()):
+            raise PullbackError(
+                f"out: {out} lies in {source}, which is searched for images: the figures would be among them the next "
+                "time. Choose a folder elsewhere."
+            )
 
 
 def in_options(message: str, command: Callable[..., None] | None) -> str:
@@ -174,6 +190,15 @@ def parse_layer(text: str) -> int | str:
         return int(text)
     except ValueError:
         raise PullbackError(f"layer: expected a block index such as 10, or 'hooks', got {text!r}.") from None
+
+
+def one_layer(given: Sequence[str] | None) -> str | None:
+    """Return the layer of a command that takes one, None where it was left out; refuse several."""
+    if given and len(given) > 1:
+        raise PullbackError(
+            f"layer: expected one, got {', '.join(given)}. Run the command for each of them, with an --out of its own."
+        )
+    return given[0] if given else None
 
 
 def parse_size(text: str | None) -> int | tuple[int, int] | None:

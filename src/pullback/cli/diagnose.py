@@ -51,7 +51,7 @@ def diagnose(
     ),
 ) -> None:
     """Find out whether a low-rank task metric exists, which tokens carry it, and how sure the numbers are."""
-    with Drawing() as drawing, running(out, diagnose) as progress:
+    with Drawing() as drawing, running(out, diagnose, [images]) as progress:
         from pullback.geometry.folder import DiagnosisRequest, run_diagnosis, stopped_in
 
         request = DiagnosisRequest(

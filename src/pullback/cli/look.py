@@ -34,7 +34,7 @@ def look(
     out: Annotated[Path, typer.Option(help="Folder for a picture of each image and index.html.")] = Path("look"),
 ) -> None:
     """Show which patches of your images matter: maps of several layers or decoders, side by side."""
-    with running(out, look) as progress:
+    with running(out, look, images) as progress:
         layers, pixels = tuple(parse_layer(text) for text in layer or ()), parse_size(size)
         from pullback.geometry.look import LookRequest, run_look
         from pullback.report.look import draw_look

@@ -31,7 +31,9 @@ Source = Annotated[
 ]
 Decoder = Annotated[str, typer.Option(help=decoder_help())]
 _LAYER = "`hooks`: all layers that a dense decoder reads, side by side."
-Layer = Annotated[str | None, typer.Option(help=f"Block index; {_LAYER}", show_default="the last but one")]
+Layer = Annotated[  # a list, so that a second one is refused and does not replace the first
+    list[str] | None, typer.Option(help=f"Block index; {_LAYER}", show_default="the last but one")
+]
 Layers = Annotated[
     list[str] | None,
     typer.Option(help=f"Block index, several times for several; {_LAYER}", show_default="the last but one"),

@@ -42,7 +42,7 @@ def plan(
     ] = None,
 ) -> None:
     """Find which tokens to remove where, so that a budget of operations, time or error is met."""
-    with Drawing() as drawing, running(out, plan) as progress:
+    with Drawing() as drawing, running(out, plan, [images]) as progress:
         from pullback.learning.head import ImportanceHead
         from pullback.probes import load_probe
         from pullback.pruning import prune

@@ -76,7 +76,7 @@ def prune(
     ] = "auto",
 ) -> None:
     """Compare pruning rules: degradation of the output per image, tests between rules, operations, time."""
-    with Drawing() as drawing, running(out, prune) as progress:
+    with Drawing() as drawing, running(out, prune, [images]) as progress:
         refuse_scenes(model, "prune", *PRUNE_VIEWS)
         from pullback.pruning.compare import PruneRequest, run_comparison
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from pullback.cli import options
-from pullback.cli.common import keeping_rows, load_any_probe, parse_size, refuse_scenes, running, say
+from pullback.cli.common import keeping_rows, load_any_probe, one_layer, parse_size, refuse_scenes, running, say
 from pullback.errors import PullbackError, counted
 from pullback.runs.documents import layer_name
 
@@ -58,13 +58,13 @@ def targets(
         from pullback.geometry.duration import announce
         from pullback.targets.compute import compute_targets
 
-        pixels = parse_size(size)
+        pixels, at = parse_size(size), one_layer(layer)
         progress.stage(f"listing {images}")
         source = open_source(images)
         before = _rows(out)
         progress.stage(f"loading {model}")
         place = "cpu" if engine == "ray" else device  # on a cluster the workers have the GPUs
-        probe = load_any_probe(model, decoder, layer, place, distance)
+        probe = load_any_probe(model, decoder, at, place, distance)
         name, expected = layer_name(probe.layer), _expected(source, limit, crops, before)
         if engine == "local" and expected:
             noise = torch.randn(1, 3, *probe.backbone.pixel_format(pixels).size)

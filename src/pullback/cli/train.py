@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from pullback.cli import options
-from pullback.cli.common import load_any_probe, parse_size, refuse_scenes, running, say, say_page
-from pullback.errors import PullbackError, naming
+from pullback.cli.common import load_any_probe, one_layer, parse_size, refuse_scenes, running, say, say_page
+from pullback.errors import FileError, PullbackError, naming
 from pullback.report.drawing import Drawing
 from pullback.report.progress import ProgressDisplay
 from pullback.runs.documents import CHECKPOINT
@@ -155,7 +155,7 @@ def spn(
         with naming("held_out"):
             judge = open_source(held_out)
         progress.stage(f"loading {model}")
-        probe = load_any_probe(model, decoder, layer, place)
+        probe = load_any_probe(model, decoder, one_layer(layer), place)
         fitted = train_spn(
             probe,
             pictures,
@@ -191,8 +191,9 @@ def _run(out: Path, device: str, command: Callable[..., None]) -> Iterator[tuple
     with running(out, command) as progress, _processes(device) as place:
         try:
             yield progress, place
-        except (KeyboardInterrupt, OSError):
-            if (out / CHECKPOINT).is_file():
+        except (KeyboardInterrupt, OSError) as error:
+            damaged = isinstance(error, FileError) and "cannot be read" in str(error)
+            if (out / CHECKPOINT).is_file() and not damaged:
                 progress.done.append("the last checkpoint; the same command goes on from there")
                 progress.current = None
             raise
@@ -246,7 +247,10 @@ def _finish(model: Pretrained, out: Path) -> None:
     if int(os.environ.get("RANK", "0")) != 0:
         return
     folder = model.save_pretrained(out / "model")
-    for name, value in model.config.scores.items():
+    scores = dict(model.config.scores)
+    if scores.get("held_out_rows") == 1:
+        scores.pop("rho_se", None)  # one image has no error over images
+    for name, value in scores.items():
         say(f"{name.replace('_', ' ')}: {value:.4g}")
     say(f"written to {folder}/", "bold")
     with Drawing() as drawing:

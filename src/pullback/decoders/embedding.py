@@ -70,8 +70,8 @@ def logits(backbone: Backbone, number: str | None = None) -> Decoder:
     found = backbone.classifier or stored_classifier(backbone)
     if found is None or found.classes is None:
         raise DecoderError(
-            f"decoder: {backbone.name} has no classifier. 'logits' needs a *ForImageClassification model, or the "
-            "folder or hub id of one."
+            f"decoder: {backbone.name} has no classifier. {'logits' if number is None else f'logit-{number}'!r} "
+            "needs a *ForImageClassification model, or the folder or hub id of one."
         )
     name, chosen = "logits", slice(None)
     if number is not None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pullback.checks import callable_or_none, of_kind, whole_number
 from pullback.data.pictures import Pictures
-from pullback.errors import PullbackError, RankError
+from pullback.errors import PullbackError, RankError, counted
 from pullback.geometry.independence import check_independence
 from pullback.geometry.regimes import THRESHOLDS, Regime, Thresholds, Verdict, judge, looks_random
 from pullback.geometry.spectrum import Probe, Sketched, as_token_maps, features_of, output_size, sketch_in_batches
@@ -137,12 +137,18 @@ class Tractability:
 
     @property
     def verdict_over_patches(self) -> Verdict | None:
-        """The regime with the CV of the patches alone; None where there are no other tokens.
+        """The regime with the CV of the patches alone; None where there are no other tokens, or no patch counts.
 
         A decoder that reads the class token makes the CV over all tokens a statement about that token, and only patches
         can be pruned.
         """
-        return self._judged(self.cv_patches) if self.token_layout.prefix else None
+        return self._judged(self.cv_patches) if self.token_layout.prefix and self.patches_count else None
+
+    @property
+    def patches_count(self) -> bool:
+        """Whether any patch moves the output; behind the last attention none does, for a decoder of the class token."""
+        largest = self.token_layout.patch_map(self.importance).max()
+        return bool(largest > 1e-6 * self.importance.max())
 
     @property
     def regime(self) -> Regime:
@@ -167,7 +173,7 @@ class Tractability:
     @property
     def patches_look_random(self) -> bool:
         """Whether the CV over patches is that of a random direction; a single patch has none."""
-        several = self.token_layout.views * self.token_layout.patches > 1
+        several = self.token_layout.views * self.token_layout.patches > 1 and self.patches_count
         return several and looks_random(self.cv_patches.mean, self.cv_null, self.thresholds)
 
     @property
@@ -179,7 +185,13 @@ class Tractability:
             cv, where = (self.cv, "") if self.looks_random else (self.cv_patches, " over patches")
             sentences.append(
                 f"CV{where} {cv.mean:.3f} is indistinguishable from a random direction (null {self.cv_null:.3f}): the "
-                "modes have probably not converged."
+                f"{'tokens count alike' if self.method == 'exact' else 'modes have probably not converged'}."
+            )
+        if not self.patches_count:
+            others = counted(self.token_layout.prefix, "token")
+            return (
+                f"No patch of this layer moves the output, only the {others} before them: it tells nothing about "
+                "patches. To see which of them matter, take an earlier layer."
             )
         if patches is not None and patches.regime != verdict.regime:
             sentences.append(f"Only patches can be pruned, and over them it is regime {patches.regime}.")

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pullback.checks import whole_number
+from pullback.checks import shown, whole_number
 from pullback.errors import DecoderError, PullbackError, RankError, ShapeError
 from pullback.geometry.importance import block_norms
 from pullback.geometry.spectrum import as_token_maps, finite_products, in_batches, samples_that_fit
@@ -181,8 +181,9 @@ def _features(probe: ProbeMap, tokens: Tensor, context: Context) -> Tensor:
 
 def _check_probe(probe: ProbeMap) -> None:
     if not isinstance(probe, ProbeMap) or not isinstance(probe.layer, int):
+        got = probe.name if isinstance(probe, ProbeMap) else shown(probe)
         raise PullbackError(
-            f"probe: expected a ProbeMap at a layer (pullback.load_probe), got {getattr(probe, 'name', type(probe))}: "
+            f"probe: expected a ProbeMap at a layer (pullback.load_probe), got {got}: "
             "tokens of one layer are scored, so the probe must start at one layer."
         )
 

@@ -356,6 +356,11 @@ class ProbeMap:
         of_kind("features", features, Tensor, f"what probe.features(images) returned, [B, N, {width}]", ShapeError)
         if features.ndim != 3 or features.shape[-1] != width:
             raise ShapeError(f"features: expected [B, N, {width}], got {list(features.shape)}.")
+        if features.dtype != self.backbone.dtype:
+            raise ShapeError(
+                f"features: expected {self.backbone.dtype}, the dtype of {self.backbone.name}, got {features.dtype}. "
+                f"Use features.to({self.backbone.dtype}), or load the model in the other one."
+            )
         below = getattr(features, "below", {})
         lost = [layer for layer in self._held if layer not in below]
         if lost:

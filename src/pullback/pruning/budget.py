@@ -19,11 +19,12 @@ from torch import Tensor, nn
 
 from pullback.backbones import load_backbone
 from pullback.checks import callable_or_none
-from pullback.errors import PullbackError, ShapeError
+from pullback.errors import PullbackError, ShapeError, naming
 from pullback.evaluation.cost import flops as count_flops
 from pullback.evaluation.cost import race
 from pullback.evaluation.fidelity import degradation as measured_degradation
 from pullback.evaluation.statistics import mean_and_error
+from pullback.pruning.forward import stage_scores
 from pullback.pruning.model import PrunedModel, plan_for
 from pullback.pruning.plan import PrunePlan, is_number, plain
 from pullback.pruning.scores import Choice, check_weights
@@ -119,6 +120,9 @@ def plan_pruning(
     callable_or_none("degrade", degrade)
     backbone = load_backbone(model)
     check_weights(backbone, [("heads", head) for head in heads.values() if isinstance(head, nn.Module)])
+    with naming("heads"):
+        for block, head in heads.items():
+            stage_scores(backbone, PrunePlan((block,), (0.5,)), [head])
     images = backbone.batch(images, normalized=normalized)
     calibration = Calibration(model, images, batch, degrade, rounds)
     choices = stage_choices(heads, stages)

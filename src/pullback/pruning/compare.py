@@ -36,6 +36,7 @@ from pullback.learning.pretrained import model_folder
 from pullback.learning.spn import SpectralPullbackNetwork
 from pullback.pruning.examples import MAX_IMAGES, Examples, panels, write_examples
 from pullback.pruning.model import PrunedModel
+from pullback.pruning.plan import PrunePlan
 from pullback.pruning.rules import Rule, Scores, Subject, load_networks, own_score, reference_score, rules
 from pullback.runs.documents import BANK, COST, ROWS, SETTINGS, SUMMARY
 from pullback.runs.files import SAVE_EVERY, WEIGHTS, read_arrays, read_json, remove_unfinished, write_arrays, write_json
@@ -90,6 +91,9 @@ def run_comparison(request: PruneRequest, out: Path, progress: Progress) -> dict
     with naming("bank"):
         in_bank = [] if request.bank is None else find_images(request.bank)
     batch_sizes(request.time, "cpu")
+    with naming("ratios"):
+        for ratio in request.ratios:
+            PrunePlan((0,), (ratio,))
     progress.stage(f"loading {request.model}")
     backbone = load_backbone(request.model, device=request.device)
     stages = (backbone.depth // 3,) if request.stages is None else request.stages

@@ -68,7 +68,9 @@ def commit() -> str | None:
     folder = Path(pullback.__file__).parent
     try:
         _git(folder, "ls-files", "--error-unmatch", "__init__.py")
-        return _git(folder, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+        # not `describe --dirty`: it writes the index, and a run that is stopped meanwhile would leave it locked
+        changed = _git(folder, "--no-optional-locks", "status", "--porcelain", "--untracked-files=no")
+        return _git(folder, "rev-parse", "HEAD") + ("-dirty" if changed else "")
     except (OSError, subprocess.SubprocessError):
         return None
 

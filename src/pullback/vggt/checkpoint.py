@@ -144,7 +144,10 @@ def _read_config(where: str, weights: Path) -> VGGTConfig:
     except (ValueError, AttributeError, TypeError, OverflowError) as error:
         raise ModelError(f"name: {path} is not a VGGT configuration: {first_line(error)}.") from None
     if config is None:
-        raise ModelError(f"name: {path} is the configuration of {kind!r}, expected {MODEL_TYPE!r}. Pass config=.")
+        raise ModelError(
+            f"name: {path} is the configuration of {kind!r}, expected {MODEL_TYPE!r}. For a {kind!r} give the folder, "
+            f"{path.parent}; for a VGGT pass config=."
+        )
     return config
 
 
