@@ -23,7 +23,7 @@ from pullback.backbones import load_backbone
 from pullback.errors import PullbackError
 from pullback.evaluation import depth_errors, neighbour_accuracy
 from pullback.models.tiny_scenes import TinyScenes
-from pullback.runs.progress import Lines, Progress, Silent
+from pullback.runs.progress import Lines, Progress
 from pullback.scenes.render import CLASSES, SHIFTED, TRAINING, SceneBatch, SceneRange, normalised, render
 from pullback.scenes.splits import HELD_OUT, QUERIES
 from recipes.measurement import mean_with_error, rounded, weights_sha256, write_result
@@ -62,7 +62,7 @@ def build_bank(
     model: TinyScenes, count: int, *, size: int, device: torch.device, progress: Progress | None = None
 ) -> Bank:
     """``count`` scenes from seed `HELD_OUT` on; sky has no depth and is left out of the means."""
-    progress = progress or Silent()
+    progress = progress or Progress()
     logs, seen = torch.zeros(2, size, size, dtype=torch.float64, device=device)
     embeddings, labels = [], []
     for scenes in _drawn(HELD_OUT, count, TRAINING, size, device):
@@ -90,7 +90,7 @@ def score(
 ) -> dict[str, Any]:
     """Means with standard errors over ``count`` scenes from seed `QUERIES` on: of each way to guess depth, and of the
     class."""
-    progress = progress or Silent()
+    progress = progress or Progress()
     errors: dict[str, list[dict[str, Tensor]]] = {NETWORK: [], PIXEL: [], ROW: []}
     embeddings, labels = [], []
     for scenes in _drawn(QUERIES, count, ranges, size, device):

@@ -26,7 +26,7 @@ from pullback.errors import ModelError, PullbackError
 from pullback.evaluation import depth_errors
 from pullback.evaluation.poses import direction_angle, pose_errors, relative_poses, rotation_angle
 from pullback.models import EMBEDDED
-from pullback.runs.progress import Lines, Progress, Silent
+from pullback.runs.progress import Lines, Progress
 from pullback.scenes.render import render
 from pullback.scenes.splits import HELD_OUT, QUERIES
 from pullback.vggt.checkpoint import VGGT
@@ -93,7 +93,7 @@ def score(
 ) -> dict[str, dict[str, Tensor]]:
     """Errors of each way to predict, scene by scene, on ``count`` scenes from seed `QUERIES` on: angles [n, pairs],
     everything else [n]."""
-    size, progress = model.config.img_size, progress or Silent()
+    size, progress = model.config.img_size, progress or Progress()
     progress.work(f"{views} views", count, "scenes")
     found: dict[str, list[dict[str, Tensor]]] = {NETWORK: [], MEAN: []}
     for examples, truth in _drawn(QUERIES, count, size, views, device):

@@ -15,11 +15,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from measured import embedded, geometry, learning, overview, pruning, theorem, vggt
+from measured import embedded, first_contact, geometry, learning, overview, pruning, theorem, vggt
 from measured.common import ROOT
 
 BLOCKS: dict[str, Callable[[], str]] = {}
-for module in (geometry, learning, pruning, theorem, vggt, embedded, overview):
+for module in (geometry, learning, pruning, theorem, vggt, embedded, first_contact, overview):
     BLOCKS |= module.BLOCKS
 BLOCK = re.compile(r"<!-- measured: (?P<name>[\w-]+) -->\n.*?<!-- end -->", re.DOTALL)
 MARKER = re.compile(r"<!-- (?:measured: [\w-]+|end) -->")

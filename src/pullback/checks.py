@@ -31,16 +31,14 @@ def whole_number(
     return number
 
 
-def finite_number(
-    name: str, value: Any, *, least: float = -math.inf, expected: str, error: type[PullbackError] = PullbackError
-) -> float:
-    """Return ``value`` as a float; refuse bools, text, NaN, infinity and numbers below ``least``."""
+def finite_number(name: str, value: Any, *, least: float = -math.inf, most: float = math.inf, expected: str) -> float:
+    """Return ``value`` as a float; refuse bools, text, NaN, infinity and numbers below ``least`` or above ``most``."""
     try:
         number = math.nan if isinstance(value, (bool, str)) else float(value)
     except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor with several elements
         number = math.nan
-    if not math.isfinite(number) or number < least:
-        raise error(f"{name}: expected {expected}, got {shown(value)}.")
+    if not math.isfinite(number) or not least <= number <= most:
+        raise PullbackError(f"{name}: expected {expected}, got {shown(value)}.")
     return number
 
 

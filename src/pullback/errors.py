@@ -56,6 +56,12 @@ def naming(argument: str) -> Iterator[None]:
         raise
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its class where it has none: the rest is for its own author."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:300] if lines else type(error).__name__
+
+
 def counted(count: int, unit: str, plural: str = "s") -> str:
     """Write "1 image", "2 images", "1,200 rows"; "3 classes" with ``plural`` = "es"."""
     return f"{count:,} {unit}{'' if count == 1 else plural}"

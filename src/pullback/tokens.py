@@ -29,6 +29,11 @@ class TokenLayout:
     views: int = 1
 
     @property
+    def unit(self) -> str:
+        """What a sample is called: "image", or "scene" of several views."""
+        return "scene" if self.views > 1 else "image"
+
+    @property
     def patches(self) -> int:
         return self.grid[0] * self.grid[1]
 

@@ -88,6 +88,12 @@ def changed(change):
         (lambda m: setattr(m.patch_embed, "proj", nn.Conv2d(3, 24, 8, stride=4)), "expected square ones that do not"),
         (lambda m: delattr(m.patch_embed, "grid_size"), "patch_embed of TimmViT has no grid_size"),
         (lambda m: setattr(m, "cls_token", None), "has no cls_token, but pools by 'token'"),
+        (lambda m: delattr(m, "cls_token"), "has no cls_token, but pools by 'token'"),
+        (lambda m: delattr(m, "norm"), "expected one final LayerNorm in TimmViT, .* got 0"),
+        (
+            lambda m: setattr(m, "forward", lambda x: m.head(m.forward_features(x)[:, 1:].mean(1))),
+            "its output differs from what such parts give",
+        ),
     ],
 )
 def test_what_is_no_plain_vit_is_refused_with_the_part_that_is_not(change, message):
@@ -101,6 +107,14 @@ def test_a_pooling_that_is_not_known_can_be_probed_but_not_pruned():
     torch.testing.assert_close(probe(probe.features(images)), model.forward_features(images)[:, 0])
     with pytest.raises(ModelError, match=r"pools its tokens by 'map'; a pruned copy knows 'token' and 'avg'"):
         pb.prune(model, "norm", ratio=0.5, stages=[0])(images)
+
+
+@pytest.mark.parametrize("other", [lambda x: {"tokens": x}, lambda x, mask: x], ids=["another output", "another input"])
+def test_a_model_that_returns_something_else_can_be_probed_but_not_pruned(other):
+    model = changed(lambda m: setattr(m, "forward", other))
+    assert pb.load_probe(model, "cls", 1).backbone.classifier is None
+    with pytest.raises(ModelError, match="a pruned copy knows 'token' and 'avg'"):
+        pb.prune(model, "norm", ratio=0.5, stages=[0])(images_for("timm-token", (3, 3)))
 
 
 def test_in_half_precision_and_on_a_copy_of_another_dtype():

@@ -322,6 +322,9 @@ def test_an_interruption_keeps_every_finished_image_and_says_so(images, tmp_path
     assert stopped.exit_code == 130
     words = f"finished before L04 and kept in {tmp_path}/: 1 image of L04; the same command goes on from there"
     assert words in stopped.output
+    refused = pullback(*command, "--seed", 7)
+    assert refused.exit_code == 2 and "other settings (seed: 0 there, 7 asked for)" in refused.output
+    assert "kept in" not in refused.output, "nothing of this run is"
     assert pullback(*command).exit_code == 0
     assert len((tmp_path / "images.jsonl").read_text().splitlines()) == 2
 

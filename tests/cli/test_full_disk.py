@@ -5,10 +5,7 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 import shlex
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,6 +13,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 import pullback as pb
+from helpers.disk import largest_file
 from helpers.pictures import write_pictures
 from pullback.cli import app
 from pullback.cli.common import FAILED
@@ -58,16 +56,6 @@ def no_figures(monkeypatch):
 def invoke(typed: str, place: dict[str, Path], out: Path) -> Result:
     runner = CliRunner(env={"FORCE_COLOR": None, "TTY_COMPATIBLE": None, "COLUMNS": "200"})
     return runner.invoke(app, shlex.split(typed.format(**place, out=out)))
-
-
-@contextmanager
-def largest_file(size: int) -> Iterator[None]:
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -242,6 +242,35 @@ def test_what_cannot_be_hashed_is_refused_with_the_way_out():
         decoder_identity("cls", distance=is_locked)
 
 
+def test_what_is_imported_inside_a_function_is_refused_with_the_way_out():
+    def decode(tokens):
+        from helpers.toys import anything  # its content may change while this code stays the same
+
+        return anything(tokens)
+
+    def ordinary(tokens):
+        import torch.nn.functional as functional
+
+        return functional.relu(tokens[:, 0])
+
+    with pytest.raises(DecoderError, match=r"import helpers.toys inside a function.*by a version"):
+        decoder_identity(decode)
+    assert "code" in decoder_identity(ordinary)
+    decode.version = "1"
+    assert "version 1" in decoder_identity(decode)
+
+
+def test_equal_tuples_count_by_value_not_by_object():
+    def of(first, second):
+        def decode(tokens, one=first, other=second):
+            return tokens[:, 0]
+
+        return identity_of(decode, argument="decoder")
+
+    same = tuple([1, 2])
+    assert of(same, same) == of(same, tuple([1, 2])) != of(same, (1, 3))
+
+
 @pytest.mark.parametrize("version", ["", 3])
 def test_a_version_is_a_text(version):
     with pytest.raises(DecoderError, match="version: expected a text such as '1'"):

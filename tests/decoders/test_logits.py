@@ -1,6 +1,7 @@
 """Logits of image classifiers: from a module, and from the folder of one."""
 
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -37,12 +38,15 @@ def test_other_decoders_load_a_classifier_as_before(tmp_path):
         assert type(probe.backbone.model) is tf.ViTModel
 
 
-def test_a_folder_without_a_classifier(tmp_path):
-    model_of("dinov2").save_pretrained(tmp_path)
-    probe = pb.load_probe(tmp_path, "cls", 1, **ON_CPU)
+@pytest.mark.parametrize("relative", [False, True])
+def test_a_folder_without_a_classifier(relative, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = Path("one", "two", "three") if relative else tmp_path / "three"
+    model_of("dinov2").save_pretrained(folder)
+    probe = pb.load_probe(folder, "cls", 1, **ON_CPU)
     with pytest.raises(DecoderError, match=r"has no classifier. 'logits' needs a"):
-        pb.load_probe(tmp_path, "logits", 1, **ON_CPU)
-    shutil.rmtree(tmp_path)
+        pb.load_probe(folder, "logits", 1, **ON_CPU)
+    shutil.rmtree(folder)
     with pytest.raises(DecoderError, match=r"has no classifier. 'logits' needs a"):
         pb.load_probe(probe.backbone.model, "logits", 1)
 

@@ -9,7 +9,7 @@ import pullback as pb
 from pullback.data.images import IMAGENET_MEAN, IMAGENET_STD
 from pullback.experiments import demo
 from pullback.runs import documents as files
-from pullback.runs.progress import Silent
+from pullback.runs.progress import Progress
 from pullback.scenes.render import CLASSES, render
 from pullback.scenes.splits import HELD_OUT
 
@@ -41,14 +41,14 @@ def test_scenes_are_held_out_and_another_seed_shows_others(small, tmp_path, monk
     monkeypatch.setattr(demo, "run_diagnosis", lambda *arguments, **options: {})
     monkeypatch.setattr(demo, "write_scenes", lambda *arguments: None)
     for seed in (0, 1):
-        demo.run_demo(tmp_path, Silent(), seed)
+        demo.run_demo(tmp_path, Progress(), seed)
     first, second = map(set, seen)
     assert len(first) == len(second) == COUNT and not first & second
     assert min(first | second) >= HELD_OUT
 
 
 def test_what_is_stored_of_the_scenes_is_true(small, tmp_path):
-    documents = demo.run_demo(tmp_path, Silent())
+    documents = demo.run_demo(tmp_path, Progress())
     scenes = render(range(HELD_OUT, HELD_OUT + COUNT), size=SIZE)
     stored = files.read_scenes(tmp_path / "scenes")
     assert list(stored["captions"]) == [CLASSES[label] for label in scenes.label]

@@ -17,7 +17,7 @@ from pullback.experiments import head_ablations as module
 from pullback.experiments.head_ablations import ABLATIONS, PAPER, first_images, run_ablation
 from pullback.learning.head import ImportanceHead
 from pullback.learning.train_head import HeadExamples, StoredRows
-from pullback.runs.progress import Silent
+from pullback.runs.progress import Progress
 from pullback.runs.rows import Rows
 from pullback.targets.compute import compute_targets
 from pullback.targets.store import TargetStore
@@ -123,7 +123,7 @@ def test_the_same_seed_gives_the_same_row(setting):
     assert once == again
 
 
-class Told(Silent):
+class Told(Progress):
     def __init__(self) -> None:
         self.parts: list[str] = []
 

@@ -11,7 +11,7 @@ from pullback.geometry import duration
 from pullback.geometry.duration import announce, seconds_per_sample
 from pullback.operators import ProductCount
 from pullback.randnla.modes import planned_products
-from pullback.runs.progress import Silent
+from pullback.runs.progress import Progress
 from pullback.targets.recipe import targets_of
 
 
@@ -61,7 +61,7 @@ def test_the_estimate_is_the_time_of_one_product_times_the_planned_ones(monkeypa
     assert seconds_per_sample(probe, features, 4, "krylov") == pytest.approx(planned.total * 0.5)
 
 
-class Heard(Silent):
+class Heard(Progress):
     def __init__(self) -> None:
         self.notes: list[str] = []
 

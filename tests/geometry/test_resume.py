@@ -14,7 +14,7 @@ from pullback.errors import PullbackError
 from pullback.geometry.folder import DiagnosisRequest, run_diagnosis
 from pullback.geometry.parts import FinishedParts
 from pullback.runs.files import read_json, write_json
-from pullback.runs.progress import Silent
+from pullback.runs.progress import Progress
 
 SMALL = {"decoder": "cls", "layers": (11, 10), "ranks": (3, 2), "size": 28, "device": "cpu"}
 IMAGES = 3
@@ -33,7 +33,7 @@ def request_for(photos, **changes) -> DiagnosisRequest:
     return DiagnosisRequest("tiny-scenes", str(photos), **(SMALL | changes))
 
 
-class Interrupted(Silent):
+class Interrupted(Progress):
     """A `Progress` that is interrupted after so many images; it remembers what it was told."""
 
     def __init__(self, after: int | None = None) -> None:

@@ -115,6 +115,8 @@ def test_bad_arguments_are_named():
     probe, images = seeded("cls", 4), random_images(1)
     with pytest.raises(ImageError, match="at least one image, got an empty batch"):
         pb.spectrum(probe, images[:0], RANK)
+    with pytest.raises(ImageError, match=r"images: expected normalised floats .*got "):
+        pb.spectrum(probe, torch.tensor(1.0), RANK)
     with pytest.raises(ValueError, match="method: expected one of auto, krylov, paper, exact, got 'lanczos'"):
         pb.spectrum(probe, images, RANK, "lanczos")
     with pytest.raises(PullbackError, match="batch_size: expected at least 1"):

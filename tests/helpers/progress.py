@@ -1,9 +1,9 @@
 """A `Progress` that remembers what it was told."""
 
-from pullback.runs.progress import Silent
+from pullback.runs.progress import Progress
 
 
-class Heard(Silent):
+class Heard(Progress):
     def __init__(self) -> None:
         self.totals: dict[str, int] = {}
         self.counts: dict[str, list[int]] = {}

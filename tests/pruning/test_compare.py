@@ -22,7 +22,7 @@ from pullback.pruning.examples import MAX_IMAGES, Examples, panels, write_exampl
 from pullback.pruning.rules import Rule, Scores, Subject, reference_score, rules
 from pullback.registry import BACKBONES
 from pullback.runs.documents import read_examples
-from pullback.runs.progress import Silent
+from pullback.runs.progress import Progress
 from pullback.runs.provenance import commit
 from pullback.runs.settings import keep_settings
 
@@ -151,7 +151,7 @@ def test_the_users_model_is_timed_against_its_pruned_copies(name, decoder, own, 
     rule = Rule("drop", "norm", 0.5)
     costs, model = Costs(tmp_path / "cost.json", "here"), Scores(subject).pruned(rule, plain=True)
     try:
-        notes = costs.complete(subject, {rule: model}, images, (1, 2), Silent())
+        notes = costs.complete(subject, {rule: model}, images, (1, 2), Progress())
     finally:
         handle.remove()
     assert bool(called) == model.has_output == own

@@ -7,7 +7,8 @@ import pytest
 from rich.console import Console
 
 from helpers.comparison import arrays, document
-from pullback.report.prune_console import p_value, prune_summary
+from pullback.report.prune_console import prune_summary
+from pullback.report.wording import p_value
 from pullback.runs import documents as prune_files
 from pullback.runs.files import write_arrays, write_json
 

@@ -3,14 +3,12 @@
 import errno
 import json
 import os
-import resource
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
 
+from helpers.disk import largest_file
 from pullback.errors import FileError, PullbackError
 from pullback.runs import documents as files
 from pullback.runs.files import (
@@ -78,17 +76,6 @@ def test_a_folder_without_a_diagnosis_is_refused(tmp_path):
 
 
 # ---- a disk that is full, a limit on the size of files, folders that cannot be made, files that are damaged
-
-
-@contextmanager
-def largest_file(size: int) -> Iterator[None]:
-    """No file of this process may grow beyond so many bytes (ulimit -f)."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_full_disk_is_named_with_the_file_and_leaves_nothing_behind(tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ from helpers.rows import assert_same_rows
 from pullback.data import Source, open_source
 from pullback.errors import PullbackError
 from pullback.targets.compute import Job, Work, compute_shards, compute_table, compute_targets, plan
-from pullback.targets.ray import TRIES, TargetWorker, counted, packed, unpacked
+from pullback.targets.ray import TRIES, TargetWorker, limited_tries, packed, unpacked
 from pullback.targets.recipe import Recipe
 from pullback.targets.store import StoreWriter, TargetStore
 
@@ -122,12 +122,12 @@ def test_a_shard_that_kills_every_worker_stops_the_run(photos, tmp_path):
     work = next(plan(open_source(photos), Job(Recipe(3), small_probe().pixel_format()), shard_size=2))
     writer = StoreWriter(tmp_path, {}, "mark")
     for _ in range(TRIES):
-        with pytest.raises(KeyboardInterrupt), counted(writer, work):
+        with pytest.raises(KeyboardInterrupt), limited_tries(writer, work):
             raise KeyboardInterrupt
     message = rf"00\.png to 01\.png have killed their worker {TRIES} times"
-    with pytest.raises(PullbackError, match=message), counted(writer, work):
+    with pytest.raises(PullbackError, match=message), limited_tries(writer, work):
         pass
-    with counted(writer, Work(7, work.images)):
+    with limited_tries(writer, Work(7, work.images)):
         pass
     assert not (tmp_path / ".tries-00007.tmp").exists()
 

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from pullback.backbones.backbone import Backbone, Preprocessing
 from pullback.backbones.block import Affine, Block, Mlp, Norm, Rope
 from pullback.backbones.outputs import as_patches, classifier_of
+from pullback.data.images import IMAGENET_MEAN, IMAGENET_STD
 from pullback.errors import ModelError
 from pullback.tokens import TokenLayout
 
-IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+IMAGENET = (IMAGENET_MEAN, IMAGENET_STD)
 HALF = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 OPENAI = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
 

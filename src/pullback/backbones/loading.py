@@ -23,7 +23,7 @@ from pullback.backbones.backbone import AnyBackbone, Backbone, Classifier, Prepr
 from pullback.backbones.block import Affine
 from pullback.backbones.outputs import CLASSIFIERS, classifier
 from pullback.checks import shown
-from pullback.errors import DamagedModelError, ModelError, counted
+from pullback.errors import DamagedModelError, ModelError, counted, first_line
 from pullback.models import EMBEDDED
 from pullback.models.dinov2 import Dinov2, Dinov2Config
 from pullback.models.tiny_scenes import TinyScenes, TinyScenesConfig
@@ -377,7 +377,7 @@ def _filled(model: nn.Module, state: dict[str, Tensor], name: str, kind: str) ->
 def stored_classifier(backbone: Backbone) -> Classifier | None:
     """Return the classifier in the folder or hub repository that the model's weights are from; None: it has none."""
     source = str(getattr(backbone.model, "name_or_path", ""))
-    if not source or (Path(source).is_absolute() and not Path(source).is_dir()):
+    if not source or known_file(source, "config.json") is None:  # or a folder that is no longer there
         return None
     keys = {f"{name}.{part}" for names in CLASSIFIERS for name in names for part in ("weight", "bias")}
     state = {key: value.to(backbone.norm.weight) for key, value in _tensors(source, keys).items()}
@@ -446,13 +446,9 @@ def fetched_file(name: str, filename: str) -> Path | None:
 
 
 def known_file(name: str, filename: str) -> Path | None:
-    """Return what `fetched_file` does, and None also where the hub would have to be asked but cannot be reached."""
+    """Return what `fetched_file` does, and None also where the hub would have to be asked but cannot be reached, or
+    where the name cannot be one of the hub's."""
     try:
         return fetched_file(name, filename)
-    except ModelError:
+    except ValueError:  # `ModelError` and the hub's HFValidationError
         return None
-
-
-def first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0][:300] if lines else type(error).__name__

@@ -154,7 +154,6 @@ def attention_pool(head: Any, tokens: Tensor, log_sizes: Tensor | None = None) -
 
 # Image classifiers
 
-Head = Callable[[Tensor], Tensor]
 # How the classifiers of a family read the tokens: the class token and the mean patch, one of the two, or the mean patch
 # before the final norm.
 READS = {

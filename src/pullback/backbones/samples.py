@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pullback.data.images import ImageBatch, PixelFormat
+from pullback.data.images import ImageBatch, PixelFormat, to_pictures
 from pullback.tokens import TokenLayout
 
 MAX_THUMBNAILS = 8
@@ -45,7 +44,7 @@ def image_samples(batch: ImageBatch, pixels: PixelFormat, layout: TokenLayout) -
         names=paths,
         record={
             "image_files": list(paths),
-            "skipped": [{"file": str(image.path), "reason": image.reason} for image in batch.skipped],
+            "skipped": [image.record() for image in batch.skipped],
             "size": list(batch.pixels.shape[-2:]),
         },
         arrays={
@@ -61,4 +60,4 @@ def thumbnails(pixels: Tensor) -> np.ndarray:
     longest = max(pixels.shape[-2:])
     if longest > _THUMBNAIL_SIDE:
         pixels = F.interpolate(pixels, scale_factor=_THUMBNAIL_SIDE / longest, mode="bilinear", antialias=True)
-    return (pixels.clamp(0, 1) * 255).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
+    return to_pictures(pixels.clamp(0, 1))

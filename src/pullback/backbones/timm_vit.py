@@ -6,12 +6,14 @@ timm is never imported, because it imports torchvision. A module is known by its
     blocks[i]: norm1, attn (qkv, proj, num_heads), ls1.gamma, norm2, mlp (fc1, act, fc2), ls2.gamma
     norm or fc_norm, global_pool ("token" or "avg"), head
 
-Parts that are not in this list are refused, and every block is compared with its own forward on random tokens, so that
-a variant with the same names (norms after attention, normalised queries) is not taken for a plain one.
+Parts that are not in this list are refused. Every block is compared with its own forward on random tokens, and the
+whole with the model's output for a random image, so that a variant with the same names (norms after attention,
+normalised queries, another pooling) is not taken for a plain one.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,9 +24,9 @@ from torch import Tensor, nn
 from pullback.backbones.backbone import Backbone, Classifier, Preprocessing
 from pullback.backbones.block import Affine, Block, Mlp, Norm
 from pullback.backbones.outputs import Remaining, class_count
+from pullback.data.images import IMAGENET_MEAN, IMAGENET_STD
 from pullback.errors import ImageError, ModelError
 
-IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 GUIDE = "docs/guide/own-vit.md shows how to write an adapter"
 _PARTS = {"patch_embed", "norm_pre", "blocks", "norm", "fc_norm", "head"}
 _PARAMETERS = {"cls_token", "reg_token", "pos_embed"}
@@ -44,15 +46,17 @@ def recognise(module: nn.Module) -> bool:
 def adapt(model: Any, name: str) -> Backbone:
     """Take a ViT of timm apart."""
     _check_parts(getattr(model, "_orig_mod", model), name)  # torch.compile's wrapper has other children
-    tokens = [token for token in (model.cls_token, getattr(model, "reg_token", None)) if token is not None]
+    before = (getattr(model, part, None) for part in ("cls_token", "reg_token"))
+    tokens = [token for token in before if token is not None]
     patch = model.patch_embed.proj.kernel_size
     if patch[0] != patch[1] or tuple(model.patch_embed.proj.stride) != tuple(patch):
         raise ModelError(f"model: {name} has patches of {patch}; expected square ones that do not overlap. {GUIDE}.")
-    norms = [part for part in (model.norm, getattr(model, "fc_norm", None)) if isinstance(part, nn.LayerNorm)]
+    last = (getattr(model, part, None) for part in ("norm", "fc_norm"))
+    norms = [norm for norm in last if _is_norm(norm)]
     if len(norms) != 1:
         raise ModelError(f"model: expected one final LayerNorm in {name}, norm or fc_norm, got {len(norms)}. {GUIDE}.")
     grid = _trained_grid(model, name)
-    return Backbone(
+    backbone = Backbone(
         name=name,
         family="timm-vit",
         model=model,
@@ -64,14 +68,17 @@ def adapt(model: Any, name: str) -> Backbone:
         embed_pixels=partial(_embed, model, tokens, grid),
         classifier=_classifier(model),
     )
+    return _with_checked_output(backbone, [side * patch[0] for side in grid])
 
 
 def assemble(backbone: Backbone, left: Remaining) -> Tensor:
     """Return what the model does: logits [B, classes], or pooled tokens [B, D] where it has no classes."""
     if backbone.classifier is None:
+        pools = getattr(backbone.model, "global_pool", None)
         raise ModelError(
-            f"model: {backbone.name} pools its tokens by {backbone.model.global_pool!r}; a pruned copy knows "
-            f"{' and '.join(map(repr, _POOLS))}. model.reset_classifier(0, 'token') makes it return the class token."
+            f"model: {backbone.name} pools its tokens by {pools!r}; a pruned copy knows "
+            f"{' and '.join(map(repr, _POOLS))}. model.reset_classifier(0, 'token') makes a model of timm return the "
+            "class token."
         )
     return backbone.classifier.read(left.tokens, left.layout, backbone.norm)
 
@@ -86,7 +93,7 @@ def _check_parts(model: Any, name: str) -> None:
             f"model: {name} has the names of a ViT of timm, and {', '.join(unknown)} besides, which a plain one has "
             f"not. {GUIDE}."
         )
-    if model.cls_token is None and getattr(model, "global_pool", "") == "token":
+    if getattr(model, "cls_token", None) is None and getattr(model, "global_pool", "") == "token":
         raise ModelError(f"model: {name} has no cls_token, but pools by 'token'.")
 
 
@@ -125,12 +132,41 @@ def _compare(block: Block, layer: nn.Module) -> None:
         raise ValueError(f"its own forward differs by {difference:.1e} of what it adds")
 
 
+@torch.no_grad()
+def _with_checked_output(backbone: Backbone, size: list[int]) -> Backbone:
+    """Compare what the parts make of a random image with the model's own output; without a classifier where that is
+    something else than pooled tokens or logits."""
+    if backbone.classifier is None:
+        return backbone
+    image = torch.randn(1, 3, *size, generator=torch.Generator().manual_seed(0)).to(backbone.norm.weight)
+    last = backbone.depth - 1
+    tokens = backbone.states(image, (last,))[last].tokens
+    ours = backbone.classifier.read(tokens, backbone.token_layout(image), backbone.norm)
+    try:
+        theirs = getattr(backbone.model, "_orig_mod", backbone.model)(image)
+    except TypeError:  # it takes more than an image
+        theirs = None
+    if not isinstance(theirs, Tensor) or theirs.shape != ours.shape:
+        return replace(backbone, classifier=None)
+    difference = float((ours.double() - theirs.double()).norm() / theirs.double().norm().clamp_min(1e-12))
+    if not difference < _TOLERANCE.get(ours.dtype, 0.1):
+        raise ModelError(
+            f"model: {backbone.name} has the names of a ViT of timm, but its output differs from what such parts give "
+            f"by {difference:.1e}, relative. {GUIDE}."
+        )
+    return backbone
+
+
 def _affine(linear: nn.Linear) -> Affine:
     return Affine(linear.weight, linear.bias)
 
 
+def _is_norm(part: object) -> bool:
+    return isinstance(part, nn.LayerNorm)
+
+
 def _norm(norm: Any) -> Norm:
-    if not isinstance(norm, nn.LayerNorm):
+    if not _is_norm(norm):
         raise TypeError(f"expected a LayerNorm, got {type(norm).__name__}")
     return Norm(norm.weight, norm.bias, norm.eps)
 
@@ -176,8 +212,8 @@ def _resized(model: Any, positions: Tensor, trained: tuple[int, int], grid: tupl
 
 def _classifier(model: Any) -> Classifier | None:
     """Return how the model makes its output; None where it pools in a way that is not known here."""
-    how, head = getattr(model, "global_pool", "token"), model.head
-    after, normed = getattr(model, "fc_norm", nn.Identity()), isinstance(model.norm, nn.LayerNorm)
+    how, head = getattr(model, "global_pool", "token"), getattr(model, "head", nn.Identity())
+    after, normed = getattr(model, "fc_norm", nn.Identity()), _is_norm(getattr(model, "norm", None))
     if how == "token":
         return Classifier(lambda x, layout: head(after(x[:, 0])), class_count(head), normed, rows=1)
     if how == "avg":
@@ -188,5 +224,5 @@ def _classifier(model: Any) -> Classifier | None:
 def _preprocessing(model: Any, side: int) -> Preprocessing:
     """Return the normalisation that the weights were published with, ImageNet's where they do not say."""
     published = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None) or {}
-    mean, std = published.get("mean", IMAGENET[0]), published.get("std", IMAGENET[1])
+    mean, std = published.get("mean", IMAGENET_MEAN), published.get("std", IMAGENET_STD)
     return Preprocessing(tuple(mean), tuple(std), size=side)

@@ -115,6 +115,21 @@ def _is_option(hint: object) -> bool:
     return any(isinstance(part, OptionInfo) for part in getattr(hint, "__metadata__", ()))
 
 
+@contextmanager
+def keeping_rows(progress: ProgressDisplay, count: Callable[[], int]) -> Iterator[None]:
+    """Surround work that adds rows to a folder: an error that ends it also says how many are kept there.
+
+    ``count`` returns how many there are. What was there before counts where the same command goes on from it."""
+    before = count()
+    try:
+        yield
+    except BaseException as error:
+        if (rows := count()) > (before if isinstance(error, PullbackError) else 0):
+            progress.done.append(kept(error, rows, "row"))
+        progress.current = None
+        raise
+
+
 def kept(error: BaseException, count: int, unit: str, of: str = "") -> str:
     """Write what is kept of a run that ends with this error, such as "3 images of L04", and that the same command goes
     on from there: it does, unless the error comes again with the same command."""

@@ -10,7 +10,7 @@ import typer
 
 from pullback.cli import options
 from pullback.cli.common import kept, parse_layer, parse_size, running, say, say_written
-from pullback.errors import FileError
+from pullback.errors import FileError, PullbackError
 from pullback.report.console import console, diagnosis_summary
 from pullback.report.drawing import Drawing
 from pullback.runs.documents import DIAGNOSIS, IMPORTANCE
@@ -69,12 +69,13 @@ def diagnose(
             rtol=rtol,
             distance=distance,
         )
+        before = stopped_in(out)
         try:
             document = run_diagnosis(request, out, progress, on_layer=progress.layer_done)
         except BaseException as error:
-            layer_stopped_in, count = stopped_in(out)
-            if count:
-                progress.done.append(kept(error, count, "image", f" of {layer_stopped_in}"))
+            name, count = found = stopped_in(out)
+            if count and (found != before or not isinstance(error, PullbackError)):
+                progress.done.append(kept(error, count, "image", f" of {name}"))
             if progress.done and isinstance(error, Exception):
                 with suppress(FileError):  # what went wrong first is what matters
                     drawing.draw(out)

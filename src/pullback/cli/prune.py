@@ -9,7 +9,7 @@ from typing import Annotated, Literal, TypeVar
 import typer
 
 from pullback.cli import options
-from pullback.cli.common import PRUNE_VIEWS, kept, parse_size, refuse_scenes, running, say, say_written
+from pullback.cli.common import PRUNE_VIEWS, keeping_rows, parse_size, refuse_scenes, running, say, say_written
 from pullback.errors import PullbackError
 from pullback.registry import PRESETS, SCORES
 from pullback.report.console import console
@@ -102,13 +102,8 @@ def prune(
             seed=seed,
             time=time,
         )
-        before = _rows(out)
-        try:
+        with keeping_rows(progress, lambda: _rows(out)):
             document = run_comparison(request, out, progress)
-        except BaseException as error:
-            if (rows := _rows(out)) > (before if isinstance(error, PullbackError) else 0):
-                progress.done.append(kept(error, rows, "row"))
-            raise
         with progress.hidden():
             console().print(prune_summary(document))
             say("")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from pullback.cli import options
-from pullback.cli.common import kept, load_any_probe, one_layer, parse_size, refuse_scenes, running, say
+from pullback.cli.common import keeping_rows, load_any_probe, one_layer, parse_size, refuse_scenes, running, say
 from pullback.errors import PullbackError, counted
 from pullback.runs.documents import layer_name
 
@@ -72,7 +72,7 @@ def targets(
                 progress, {name: (probe, expected)}, noise, rank, method, precision=precision, with_effective_rank=False
             )
         progress.work(name, expected, "images")
-        try:
+        with keeping_rows(progress, lambda: _rows(out)):
             store = compute_targets(
                 probe,
                 source,
@@ -90,11 +90,6 @@ def targets(
                 workers=workers,
                 on_progress=progress.advance,
             )
-        except BaseException as error:
-            if (rows := _rows(out)) > (before if isinstance(error, PullbackError) else 0):
-                progress.done.append(kept(error, rows, "row"))
-            progress.current = None
-            raise
     _print_summary(store, before, time.perf_counter() - begun)
 
 

@@ -16,6 +16,7 @@ from pullback.cli.common import load_any_probe, one_layer, parse_size, refuse_sc
 from pullback.errors import FileError, PullbackError, naming
 from pullback.report.drawing import Drawing
 from pullback.report.progress import ProgressDisplay
+from pullback.runs.documents import CHECKPOINT
 
 if TYPE_CHECKING:
     from pullback.learning.fit import FitConfig
@@ -192,7 +193,7 @@ def _run(out: Path, device: str, command: Callable[..., None]) -> Iterator[tuple
             yield progress, place
         except (KeyboardInterrupt, OSError) as error:
             damaged = isinstance(error, FileError) and "cannot be read" in str(error)
-            if (out / "checkpoint.pt").is_file() and not damaged:
+            if (out / CHECKPOINT).is_file() and not damaged:
                 progress.done.append("the last checkpoint; the same command goes on from there")
                 progress.current = None
             raise

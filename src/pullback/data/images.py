@@ -91,6 +91,10 @@ class SkippedImage:
     def __str__(self) -> str:
         return f"{self.path}: {self.reason}"
 
+    def record(self) -> dict[str, str]:
+        """Return what a result file says of it."""
+        return {"file": str(self.path), "reason": self.reason}
+
 
 @dataclass(frozen=True, eq=False)
 class ImageBatch:
@@ -410,6 +414,11 @@ def to_rgb(image: Image.Image) -> Image.Image:
 def to_tensor(rgb: Image.Image) -> Tensor:
     """Convert an RGB picture to float32 [3, H, W] in [0, 1]."""
     return torch.from_numpy(np.array(rgb)).permute(2, 0, 1).float() / 255
+
+
+def to_pictures(rgb: Tensor) -> np.ndarray:
+    """Convert RGB [..., 3, H, W] in [0, 1] to pictures, uint8 [..., H, W, 3]."""
+    return (rgb * 255).round().to(torch.uint8).movedim(-3, -1).cpu().numpy()
 
 
 def normalised(rgb: Tensor, mean: Sequence[float] = IMAGENET_MEAN, std: Sequence[float] = IMAGENET_STD) -> Tensor:

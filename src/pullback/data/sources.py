@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from pullback.data.images import EXTENSIONS, FoundImages, ImageSource, Unusable, as_paths, search_images
-from pullback.errors import ImageError
+from pullback.errors import ImageError, first_line
 
 HF = "hf://"
 LISTED = "a list of paths"
@@ -284,7 +284,7 @@ def _dataset(name: str, split: str | None) -> tuple[Any, str]:
     try:
         rows = datasets.load_from_disk(name) if saved else datasets.load_dataset(name, split=split)
     except Exception as error:  # the hub client raises network, not-found and validation errors of many classes
-        raise ImageError(f"source='{HF}{name}': could not be loaded: {str(error).strip().splitlines()[0]}") from None
+        raise ImageError(f"source='{HF}{name}': could not be loaded: {first_line(error)}") from None
     rows = _split_of(rows, name, split)
     images = [column for column, kind in rows.features.items() if isinstance(kind, datasets.Image)]
     if not images:

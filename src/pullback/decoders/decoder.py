@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from pullback.backbones import TokenMap
 from pullback.checks import shown
 from pullback.decoders.identity import check_version, identity_of
-from pullback.errors import DecoderError, PullbackError
+from pullback.errors import DecoderError, PullbackError, first_line
 from pullback.operators.execution import is_too_large
 from pullback.tokens import TokenLayout
 
@@ -97,5 +97,5 @@ def explained(what: str, advice: str = "") -> Iterator[None]:
     except Exception as error:
         if isinstance(error, PullbackError) or is_too_large(error):
             raise
-        reason = (str(error).strip().splitlines() or [""])[0][:300].rstrip(".")
+        reason = first_line(error).rstrip(".")
         raise DecoderError(f"{what}: {type(error).__name__}: {reason}. {advice}".strip()) from error

@@ -15,7 +15,8 @@ depends on neither files, line numbers, docstrings nor addresses, so that it is 
 differs between minor versions of Python, which is why that one is part of the text.
 
 A ``version`` takes the place of the code: `Decoder` and `PatchGrid` have it as an argument, and functions, modules and
-other objects as an attribute. It is needed where something in reach has no stable content, such as a lock or a file.
+other objects as an attribute. It is needed where something in reach has no stable content, such as a lock or a file,
+and where a function imports modules of the user when it runs.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ BY_NAME = frozenset(sys.stdlib_module_names) | {
 _DIGITS = 16
 _SCALARS = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis), type(NotImplemented))
 _PRINTED = (torch.dtype, torch.device, torch.layout, torch.memory_format, slice, range, re.Pattern, PurePath, np.dtype)
+_BY_VALUE = (tuple, frozenset, *_PRINTED)
 _BUILTIN = (
     types.BuiltinFunctionType,
     types.MethodDescriptorType,
@@ -135,6 +137,8 @@ class _Content:
             self.note(type(value).__name__, repr(value))
         elif id(value) in self._of_model:
             self.note("part of the model", self._of_model[id(value)])
+        elif isinstance(value, _BY_VALUE):  # whether two equal ones are one object is a matter of chance
+            self._add_new(value, path)
         elif id(value) in self._numbers:
             self.note("met before", str(self._numbers[id(value)]))
         else:
@@ -242,6 +246,8 @@ class _Content:
                 self._bytecode(constant, namespace)
             elif number > 0 or constant != doc:  # the first one may be the docstring
                 self.add(constant, "")
+        for name in _imported(code):
+            self._refuse(types.ModuleType(name), f"import {name} inside a function")
         for name, attributes in _mentioned(code):
             self.note("global", name)
             missing = object()
@@ -345,6 +351,12 @@ class _Content:
 def is_known_by_name(module: str | None) -> bool:
     """Whether functions and classes of this module are known by their names."""
     return (module or "").partition(".")[0] in BY_NAME
+
+
+def _imported(code: types.CodeType) -> list[str]:
+    """Return the modules that byte code imports when it runs, and whose content is therefore not looked into."""
+    imported = (str(each.argval) for each in dis.get_instructions(code) if each.opname == "IMPORT_NAME")
+    return [name for name in imported if not is_known_by_name(name)]
 
 
 def _mentioned(code: types.CodeType) -> list[tuple[str, tuple[str, ...]]]:

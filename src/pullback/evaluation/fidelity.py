@@ -103,8 +103,7 @@ def relative_l2(pruned: Tensor, full: Tensor) -> Tensor:
 
 def silog(pruned: Tensor, full: Tensor, *, weight: float = 1.0) -> SilogErrors:
     """Return the scale-invariant log error of depths [B, ...]; ``weight`` is lambda: 1 ignores a common factor."""
-    if not 0 <= finite_number("weight", weight, expected="lambda between 0 and 1") <= 1:
-        raise PullbackError(f"weight: expected lambda between 0 and 1, got {weight}.")
+    finite_number("weight", weight, least=0, most=1, expected="lambda between 0 and 1")
     a, b = _pair(pruned, full)
     floor = LOG_FLOOR * _middle(b)
     d = a.maximum(floor).log() - b.maximum(floor).log()

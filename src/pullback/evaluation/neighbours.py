@@ -23,23 +23,27 @@ _CLASS_COLUMNS = ("class_index", "class", "label", "wnid")
 
 
 def vote(
-    bank: Tensor, labels: Tensor, queries: Tensor, *, k: int = NEIGHBOURS, temperature: float = TEMPERATURE
+    bank: Tensor, bank_labels: Tensor, queries: Tensor, *, k: int = NEIGHBOURS, temperature: float = TEMPERATURE
 ) -> Tensor:
-    """Return the label [m] that the k nearest of bank [n, D] with labels [n] vote for, for each of queries [m, D].
+    """Return the label [m] that the k nearest of bank [n, D] with bank_labels [n] vote for, for each of queries [m, D].
 
     Nearest by cosine; a vote weighs exp(cosine / temperature).
     """
-    for name, values in {"bank": bank, "bank_labels": labels, "queries": queries}.items():
+    for name, values in {"bank": bank, "bank_labels": bank_labels, "queries": queries}.items():
         of_kind(name, values, Tensor, "a tensor", ShapeError)
     whole_number("k", k)
     if finite_number("temperature", temperature, least=0, expected="a number above 0") == 0:
         raise PullbackError("temperature: expected a number above 0, got 0.")
-    if len(labels) != len(bank):
-        raise PullbackError(f"labels: expected one for each of the {len(bank)} rows of the bank, got {len(labels)}.")
+    _check_count("bank_labels", bank_labels, bank)
     similarity = F.normalize(queries, dim=1) @ F.normalize(bank, dim=1).T
     nearest = similarity.topk(min(k, len(bank)), dim=1)
-    votes = F.one_hot(labels[nearest.indices], int(labels.max()) + 1) * (nearest.values / temperature).exp()[..., None]
-    return votes.sum(1).argmax(1)
+    classes = F.one_hot(bank_labels[nearest.indices], int(bank_labels.max()) + 1)
+    return (classes * (nearest.values / temperature).exp()[..., None]).sum(1).argmax(1)
+
+
+def _check_count(argument: str, labels: Tensor, rows: Tensor) -> None:
+    if len(labels) != len(rows):
+        raise PullbackError(f"{argument}: expected one for each of {counted(len(rows), 'row')}, got {len(labels)}.")
 
 
 def neighbour_accuracy(
@@ -52,7 +56,10 @@ def neighbour_accuracy(
     temperature: float = TEMPERATURE,
 ) -> float:
     """Return the share of queries [m, D] whose neighbours in the bank [n, D] vote for their label [m]."""
-    return (vote(bank, bank_labels, queries, k=k, temperature=temperature) == labels).double().mean().item()
+    found = vote(bank, bank_labels, queries, k=k, temperature=temperature)
+    of_kind("labels", labels, Tensor, "a tensor", ShapeError)
+    _check_count("labels", labels, queries)
+    return (found == labels).double().mean().item()
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from pullback.learning.train_head import (
 )
 from pullback.probes import ProbeMap
 from pullback.report.wording import plain
-from pullback.runs.progress import Lines, Progress, Silent
+from pullback.runs.progress import Lines, Progress
 from pullback.runs.provenance import provenance
 from pullback.targets.store import TargetStore
 
@@ -111,7 +111,7 @@ def run_ablation(
     """
     variants_of(name)
     check_stores(probe, [train, held_out])
-    progress = progress or Silent()
+    progress = progress or Progress()
     config = FitConfig(
         steps=steps,
         batch=batch,

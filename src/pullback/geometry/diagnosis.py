@@ -199,34 +199,30 @@ class Tractability:
         sentences.append(followed.regime.advice)
         if followed.could_be:
             names, where = " or ".join(map(str, followed.could_be)), "" if patches is None else " over patches"
-            sentences.append(
-                f"Within two standard errors it could also be {names}{where}: more {self._unit}s would tell."
-            )
+            more = f"more {self.token_layout.unit}s would tell"
+            sentences.append(f"Within two standard errors it could also be {names}{where}: {more}.")
         return " ".join(sentences)
-
-    @property
-    def _unit(self) -> str:
-        return "scene" if self.token_layout.views > 1 else "image"
 
     def plot(self) -> Figure:
         """Draw the energy of each direction, kappa, and the energy of each patch, as a matplotlib figure."""
-        from pullback.geometry.shown import shown_report
+        from pullback.geometry.overview import report_overview
 
-        return shown_report(self).plot()
+        return report_overview(self).plot()
 
     def __repr__(self) -> str:
-        from pullback.geometry.shown import shown_report
+        from pullback.geometry.overview import report_overview
 
-        return f"Tractability({shown_report(self).line('regime')})"
+        return f"Tractability({report_overview(self).line('regime')})"
 
     def _repr_html_(self) -> str:
-        from pullback.geometry.shown import shown_report
+        from pullback.geometry.overview import report_overview
 
-        return shown_report(self).html()
+        return report_overview(self).html()
 
     def __str__(self) -> str:
         bound = ">=" if self.r90[1] else ""
-        alone = f" (one {self._unit}, no error over {self._unit}s)" if len(self.samples) == 1 else ""
+        unit = self.token_layout.unit
+        alone = f" (one {unit}, no error over {unit}s)" if len(self.samples) == 1 else ""
         over_patches = self.verdict_over_patches
         beside = (
             "" if over_patches is None else f"; over patches CV = {self.cv_patches.mean:.2f}, regime {over_patches}"
@@ -377,10 +373,10 @@ def _diagnose_batch(
     signal = sketch.singular_values[:, 0].double().square() * inputs / sketch.total.value
     known = sketch.singular_values if sketch.spectrum is None else sketch.spectrum
     captured = known.double().square().cumsum(1) / sketch.total.value[:, None]
-    kappa = {r: _pairs(Estimate(sketch.kappa.value[:, r - 1], sketch.kappa.se[:, r - 1])) for r in ranks}
-    whole, energy = _pairs(sketch.effective_rank), _pairs(sketch.total)
-    trunc = _pairs(_leading_effective_rank(sketch, first))
-    cv, cv_patches = (_pairs(_cv(sketch, modes[:, :first], mask)) for mask in (None, layout.patch_mask()))
+    kappa = {r: Estimate(sketch.kappa.value[:, r - 1], sketch.kappa.se[:, r - 1]).pairs() for r in ranks}
+    whole, energy = sketch.effective_rank.pairs(), sketch.total.pairs()
+    trunc = _leading_effective_rank(sketch, first).pairs()
+    cv, cv_patches = (_cv(sketch, modes[:, :first], mask).pairs() for mask in (None, layout.patch_mask()))
     values, signals = sketch.singular_values.tolist(), signal.tolist()
     return [
         SampleDiagnosis(
@@ -425,10 +421,6 @@ def _unknown_or_zero(sketch: Sketch, value: Tensor) -> Tensor:
     """Return the error without an earlier sketch: 0 if J is known exactly. The paper's power iteration stops
     after a fixed number of rounds and cannot tell how far its columns are from singular vectors: NaN."""
     return torch.full_like(value, math.nan if sketch.method == "paper" else 0.0)
-
-
-def _pairs(estimate: Estimate) -> list[tuple[float, float]]:
-    return list(zip(estimate.value.tolist(), estimate.se.tolist(), strict=True))
 
 
 def _quotient(above: tuple[float, float], below: tuple[float, float]) -> tuple[float, float]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
-
 from pullback.geometry import ConvergenceRow, SampleDiagnosis, Summary, Tractability, Verdict
 from pullback.geometry.summary import summarize
 from pullback.operators import ProductCount
@@ -72,11 +70,11 @@ def layer_result(report: Tractability, files: Sequence[str]) -> dict[str, Any]:
 
 def multiplicity_result(estimate: Estimate, layers: Sequence[int]) -> dict[str, Any]:
     """K_eff over the images, how many independent layers the decoder really reads."""
-    values, errors = _floats(estimate.value), _floats(estimate.se)
+    pairs = estimate.pairs()
     return {
-        **summary(summarize(list(zip(values, errors, strict=True)))),
+        **summary(summarize(pairs)),
         "layers": list(layers),
-        "per_image": [{"value": number(v), "se": number(e)} for v, e in zip(values, errors, strict=True)],
+        "per_image": [{"value": number(value), "se": number(se)} for value, se in pairs],
     }
 
 
@@ -142,7 +140,3 @@ def _image(sample: SampleDiagnosis, report: Tractability, file: str) -> dict[str
         "gradient_signal_ratio": number(sample.gradient_signal_ratio),
         "singular_values": [number(value) for value in sample.singular_values],
     }
-
-
-def _floats(values: Tensor) -> list[float]:
-    return [float(value) for value in values.flatten()]

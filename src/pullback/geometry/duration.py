@@ -15,8 +15,7 @@ from pullback.operators.execution import is_too_large
 from pullback.randnla.modes import planned_products
 from pullback.runs.progress import Progress, expectation
 
-_MOST = 16
-_SAMPLES, _COLUMNS = {"cpu": 1, "cuda": _MOST}, {"cpu": 8, "cuda": 64}
+_SAMPLES, _COLUMNS = {"cpu": 1, "cuda": 16}, {"cpu": 8, "cuda": 64}
 """Of the timed product: few, since they are thrown away, but enough to cost as much each as in the run."""
 
 
@@ -38,7 +37,7 @@ def announce(
     progress.stage("timing one product")
     each, place = {}, "CPU"
     for name, (probe, _) in work.items():
-        features = features_of(probe, images[:_MOST], normalized=True)
+        features = features_of(probe, images[: _SAMPLES.get(probe.device.type, 1)], normalized=True)
         place = "GPU" if features.device.type == "cuda" else "CPU"
         each[name] = seconds_per_sample(
             probe, features, rank, method, precision=precision, with_effective_rank=with_effective_rank

@@ -23,7 +23,7 @@ from torch import Tensor
 from pullback.backbones import AnyBackbone, Group, Samples, image_samples, load_any_backbone
 from pullback.data.images import ImageBatch
 from pullback.decoders import build_decoder, task_distance
-from pullback.errors import PullbackError
+from pullback.errors import PullbackError, counted
 from pullback.geometry import Part, SampleDiagnosis, Tractability, diagnose, layer_multiplicity
 from pullback.geometry.diagnosis import join_tables
 from pullback.geometry.document import layer_result, multiplicity_result
@@ -31,12 +31,12 @@ from pullback.geometry.duration import announce
 from pullback.geometry.parts import FinishedParts
 from pullback.geometry.spectrum import Probe, features_of, output_size
 from pullback.operators import ProductCount
-from pullback.probes import HOOKS, INPUTS, ProbeMap
+from pullback.probes import ProbeMap, place_of_layer
 from pullback.randnla import Estimate
 from pullback.runs import documents as files
 from pullback.runs.files import remove_unfinished, write_arrays, write_json
 from pullback.runs.folder import check_kind, claim_folder
-from pullback.runs.progress import Progress, Silent
+from pullback.runs.progress import Progress
 from pullback.runs.provenance import provenance, weights_hash
 from pullback.runs.settings import check_settings
 
@@ -86,7 +86,7 @@ def run_diagnosis(
     it, and layers that are not asked for again stay in it. Other settings or images are refused, or with ``anew`` take
     the place of what is there.
     """
-    progress = progress or Silent()
+    progress = progress or Progress()
     check_kind(out, "diagnose")
     progress.stage(f"loading {request.model}")
     backbone = load_any_backbone(request.model, device=request.device)
@@ -211,7 +211,7 @@ def build_probes(request: DiagnosisRequest, backbone: AnyBackbone) -> list[Probe
     decoder = build_decoder(request.decoder or backbone.default_decoder, backbone)
     distance = task_distance(request.distance)
     layers = dict.fromkeys(request.layers or (backbone.default_layer,))
-    probes = [ProbeMap(backbone, decoder, _place(layer), distance=distance) for layer in layers]
+    probes = [ProbeMap(backbone, decoder, place_of_layer(layer), distance=distance) for layer in layers]
     for probe in probes:
         if request.precision == "bf16" and not probe.by_hand:
             raise PullbackError(
@@ -219,10 +219,6 @@ def build_probes(request: DiagnosisRequest, backbone: AnyBackbone) -> list[Probe
                 "Use --precision tf32."
             )
     return probes
-
-
-def _place(layer: int | str) -> Any:
-    return INPUTS if layer == HOOKS else layer
 
 
 def _diagnose_layer(
@@ -313,8 +309,7 @@ def _fingerprint(samples: Samples, unit: str) -> str:
     for group in samples.groups:
         digest.update(f"{tuple(group.pixels.shape)}".encode())
         digest.update(group.pixels.detach().cpu().contiguous().numpy().data)
-    what = unit.removesuffix("s") if len(samples) == 1 else unit
-    return f"{len(samples)} {what}, sha256 {digest.hexdigest()[:12]}"
+    return f"{counted(len(samples), unit.removesuffix('s'))}, sha256 {digest.hexdigest()[:12]}"
 
 
 def _record_failure(out: Path, document: dict[str, Any], layer: int | str, error: BaseException) -> None:

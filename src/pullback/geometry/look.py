@@ -14,24 +14,25 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from pullback.backbones import AnyBackbone, entry_of, load_any_backbone
 from pullback.backbones.backbone import Size
-from pullback.data.images import find_images
+from pullback.checks import whole_number
+from pullback.data.images import find_images, to_pictures
 from pullback.decoders import build_decoder, task_distance
-from pullback.errors import DecoderError, PullbackError
+from pullback.errors import DecoderError
 from pullback.geometry.importance import block_norms
+from pullback.geometry.overlay import no_single_images
 from pullback.geometry.scores import block_energies
 from pullback.operators import JacobianOperator, check_sensitive
-from pullback.probes import HOOKS, INPUTS, ProbeMap
+from pullback.probes import ProbeMap, place_of_layer
 from pullback.randnla import Streams
 from pullback.registry import decoders_for
 from pullback.runs import documents as files
 from pullback.runs.files import write_arrays, write_json
-from pullback.runs.folder import claim_folder
-from pullback.runs.progress import Progress, Silent
+from pullback.runs.folder import check_kind, claim_folder
+from pullback.runs.progress import Progress
 from pullback.runs.provenance import provenance
 
 PROBES = 32
@@ -60,13 +61,14 @@ class LookRequest:
 
 def run_look(request: LookRequest, out: Path, progress: Progress | None = None) -> dict[str, Any]:
     """Write the maps of every image to `look.npz` and what they are to `look.json`, which is also returned."""
-    progress = progress or Silent()
+    progress = progress or Progress()
     found = _check(request)
-    claim_folder(out, "look")
+    check_kind(out, "look")
     progress.stage(f"loading {request.model}")
     backbone = load_any_backbone(request.model, device=request.device)
     probes = _probes(request, backbone)
     backbone.check_size(request.size)
+    claim_folder(out, "look")
     progress.stage("reading images")
     batch = backbone.read_images([str(file) for file in found], request.size, request.limit)
     pixels = batch.pixels
@@ -93,7 +95,7 @@ def run_look(request: LookRequest, out: Path, progress: Progress | None = None) 
         "model": request.model,
         "images": [str(path) for path in batch.paths],
         "found": len(found),
-        "skipped": [{"file": str(image.path), "reason": image.reason} for image in batch.skipped],
+        "skipped": [image.record() for image in batch.skipped],
         "size": list(pixels.shape[-2:]),
         "maps": maps,
         "num_probes": request.num_probes,
@@ -101,9 +103,8 @@ def run_look(request: LookRequest, out: Path, progress: Progress | None = None) 
         "seed": request.seed,
         **provenance(backbone.device),
     }
-    rgb = (backbone.pixel_format(request.size).rgb(pixels) * 255).round().to(torch.uint8)
     arrays = {
-        "pictures": rgb.permute(0, 2, 3, 1).numpy(),
+        "pictures": to_pictures(backbone.pixel_format(request.size).rgb(pixels)),
         "energy": np.stack(energies).astype(np.float32),
         "grid": np.array(layout.grid),
         "prefix": np.array(layout.prefix),
@@ -115,15 +116,11 @@ def run_look(request: LookRequest, out: Path, progress: Progress | None = None) 
 
 def _check(request: LookRequest) -> list[Path]:
     """Refuse what can be refused without the model, and return the files of the images."""
-    if request.num_probes < 2:
-        raise PullbackError(f"probes: expected at least 2, for an error, got {request.num_probes}.")
+    whole_number("probes", request.num_probes, least=2, expected="at least 2, for an error")
     found = find_images(list(request.images))
     entry = entry_of(request.model)
     if entry.views:
-        raise PullbackError(
-            f"model: expected a model of single images, got {request.model!r}, whose samples are scenes of several "
-            "views. `pullback diagnose` draws every view of a scene with its patches (tokens_*.png)."
-        )
+        raise no_single_images("model", repr(request.model))
     choices = decoders_for(entry.name)
     for decoder in request.decoders:
         if not any(choice.match(decoder) for choice in choices):
@@ -138,7 +135,7 @@ def _probes(request: LookRequest, backbone: AnyBackbone) -> list[ProbeMap]:
     decoders = [build_decoder(name, backbone) for name in names]
     layers = dict.fromkeys(request.layers or _default_layers(backbone.depth, len(decoders)))
     distance = task_distance(request.distance)
-    places: list[Any] = [INPUTS if layer == HOOKS else layer for layer in layers]
+    places = [place_of_layer(layer) for layer in layers]
     return [ProbeMap(backbone, decoder, place, distance=distance) for decoder in decoders for place in places]
 
 

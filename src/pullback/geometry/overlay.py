@@ -11,6 +11,8 @@ from PIL import Image
 from torch import Tensor
 
 from pullback.backbones.backbone import Size
+from pullback.checks import finite_number, of_kind
+from pullback.data.images import to_pictures
 from pullback.data.pictures import Picture, as_pixels
 from pullback.errors import ImageError, PullbackError, ShapeError, naming
 from pullback.probes import ProbeMap
@@ -21,10 +23,13 @@ if TYPE_CHECKING:
 
     Importance = Tensor | NDArray[np.floating]
 
-_NO_VIEWS = (
-    "its samples are scenes of several views. `pullback diagnose` draws every view of a scene with its patches "
-    "(tokens_*.png)"
-)
+
+def no_single_images(argument: str, name: str) -> PullbackError:
+    """Return the error for models whose samples are scenes of several views."""
+    return PullbackError(
+        f"{argument}: expected a model of single images, got {name}, whose samples are scenes of several views. "
+        "`pullback diagnose` draws every view of a scene with its patches (tokens_*.png)."
+    )
 
 
 def overlay(
@@ -49,11 +54,11 @@ def overlay(
     """
     from pullback.report import heat
 
-    if not isinstance(probe, ProbeMap):
-        raise PullbackError(f"probe: expected a ProbeMap (pb.load_probe), got {type(probe).__name__}.")
+    of_kind("probe", probe, ProbeMap, "a ProbeMap (pb.load_probe)")
     if probe.backbone.views:
-        raise PullbackError(f"probe: expected a model of single images, got {probe.name}: {_NO_VIEWS}.")
-    opacity = heat.ALPHA if alpha is None else _opacity(alpha)
+        raise no_single_images("probe", probe.name)
+    opacity = heat.ALPHA if alpha is None else alpha
+    finite_number("alpha", opacity, least=0, most=1, expected="a number from 0 to 1")
     energy = _energy(importance)
     picture, layout = _seen(image, len(energy), probe, size)
     if len(energy) != layout.tokens:
@@ -107,8 +112,7 @@ def _seen(
         raise ImageError(
             f"image: expected one image, got {len(pixels)}. Pass one at a time: images[0] with importance[0]."
         )
-    rgb = probe.pixel_format().rgb(pixels[0])
-    return (rgb * 255).round().to(torch.uint8).permute(1, 2, 0).numpy(), probe.backbone.token_layout(pixels)
+    return to_pictures(probe.pixel_format().rgb(pixels[0])), probe.backbone.token_layout(pixels)
 
 
 def _side(tokens: int, probe: ProbeMap) -> Size:
@@ -124,9 +128,3 @@ def _side(tokens: int, probe: ProbeMap) -> Size:
             "Pass size=(height, width) as to load_images, or the tensor that the probe saw."
         ) from None
     return rows * probe.backbone.patch_size
-
-
-def _opacity(alpha: float) -> float:
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 <= alpha <= 1:
-        raise PullbackError(f"alpha: expected a number from 0 to 1, got {alpha!r}.")
-    return float(alpha)

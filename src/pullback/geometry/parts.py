@@ -6,6 +6,8 @@ A row holds every number at full precision, so that a run which goes on from her
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,6 @@ from torch import Tensor
 from pullback.geometry.diagnosis import ConvergenceRow, Part, SampleDiagnosis
 from pullback.operators import ProductCount
 from pullback.runs.rows import Rows, finite
-
-Pair = tuple[float, float]
 
 
 class FinishedParts:
@@ -44,90 +44,51 @@ class FinishedParts:
 
 
 def _row(part: Part) -> dict[str, Any]:
-    return {
-        "first": part.first,
-        "method": part.method,
-        "products": _counts(part.products),
-        "seconds": part.seconds,
-        "samples": [_sample_row(sample) for sample in part.samples],
-        "importance": part.importance.float().tolist(),  # as float32, in which importance.npz has it
-        "convergence": [
-            {
-                "rounds": row.rounds,
-                "paper_q": row.paper_q,
-                "alignment_error": _numbers(row.alignment_error),
-                "gradient_signal_ratio": _numbers(row.gradient_signal_ratio),
-            }
-            for row in part.convergence
-        ],
-    }
+    """Return a part as plain JSON; importance as float32, in which importance.npz has it."""
+    row: dict[str, Any] = _plain(asdict(replace(part, importance=part.importance.float())))
+    return row
 
 
-def _part(row: dict[str, Any]) -> Part:
+def _plain(value: Any) -> Any:
+    """Turn tensors and tuples into lists, and NaN and infinity, for which strict JSON has no words, into None."""
+    if isinstance(value, Tensor):
+        return _plain(value.tolist())
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return finite(value) if isinstance(value, float) else value
+
+
+def _part(row: Mapping[str, Any]) -> Part:
+    tables = (
+        ConvergenceRow(
+            **{**table, **{name: torch.tensor(_numbers(table[name]), dtype=torch.float64) for name in _TENSORS}}
+        )
+        for table in row["convergence"]
+    )
     return Part(
         first=row["first"],
         samples=tuple(map(_sample, row["samples"])),
         importance=torch.tensor(row["importance"], dtype=torch.float32),
-        convergence=tuple(
-            ConvergenceRow(
-                table["rounds"],
-                table["paper_q"],
-                _tensor(table["alignment_error"]),
-                _tensor(table["gradient_signal_ratio"]),
-            )
-            for table in row["convergence"]
-        ),
+        convergence=tuple(tables),
         method=row["method"],
         products=ProductCount(**row["products"]),
         seconds=row["seconds"],
     )
 
 
-_PAIRS = ("r_eff_trunc", "r_eff_slq", "cv", "cv_patches", "energy")
+_TENSORS = ("alignment_error", "gradient_signal_ratio")  # of a `ConvergenceRow`
 
 
-def _sample_row(sample: SampleDiagnosis) -> dict[str, Any]:
-    return {
-        "kappa": {str(rank): _finite(pair) for rank, pair in sample.kappa.items()},
-        **{name: _finite(getattr(sample, name)) for name in _PAIRS},
-        "r90": list(sample.r90),
-        "gradient_signal_ratio": finite(sample.gradient_signal_ratio),
-        "singular_values": list(sample.singular_values),
-        "products": _counts(sample.products),
-    }
+def _sample(row: Mapping[str, Any]) -> SampleDiagnosis:
+    values = {name: _numbers(value) for name, value in row.items() if name not in ("kappa", "products")}
+    kappa = {int(rank): _numbers(pair) for rank, pair in row["kappa"].items()}
+    return SampleDiagnosis(kappa=kappa, products=ProductCount(**row["products"]), **values)
 
 
-def _sample(row: dict[str, Any]) -> SampleDiagnosis:
-    rank, is_bound = row["r90"]
-    return SampleDiagnosis(
-        kappa={int(rank): _pair(pair) for rank, pair in row["kappa"].items()},
-        **{name: _pair(row[name]) for name in _PAIRS},
-        r90=(rank, is_bound),
-        gradient_signal_ratio=_number(row["gradient_signal_ratio"]),
-        singular_values=tuple(row["singular_values"]),
-        products=ProductCount(**row["products"]),
-    )
-
-
-def _counts(products: ProductCount) -> dict[str, int]:
-    return {"jvp": products.jvp, "vjp": products.vjp}
-
-
-def _finite(pair: Pair) -> list[float | None]:
-    return [finite(number) for number in pair]
-
-
-def _pair(stored: list[float | None]) -> Pair:
-    return _number(stored[0]), _number(stored[1])
-
-
-def _number(stored: float | None) -> float:
+def _numbers(stored: Any) -> Any:
+    """Turn None back into NaN, and lists into tuples."""
+    if isinstance(stored, list):
+        return tuple(map(_numbers, stored))
     return math.nan if stored is None else stored
-
-
-def _numbers(values: Tensor) -> list[float | None]:
-    return [finite(value) for value in values.tolist()]
-
-
-def _tensor(stored: list[float | None]) -> Tensor:
-    return torch.tensor([_number(value) for value in stored], dtype=torch.float64)

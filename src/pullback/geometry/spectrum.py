@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -54,19 +54,19 @@ class Spectrum:
 
     def plot(self) -> Figure:
         """Draw the energy of each direction, kappa, and the energy of each patch, as a matplotlib figure."""
-        from pullback.geometry.shown import shown_spectrum
+        from pullback.geometry.overview import spectrum_overview
 
-        return shown_spectrum(self).plot()
+        return spectrum_overview(self).plot()
 
     def __repr__(self) -> str:
-        from pullback.geometry.shown import shown_spectrum
+        from pullback.geometry.overview import spectrum_overview
 
-        return f"Spectrum({shown_spectrum(self).line()})"
+        return f"Spectrum({spectrum_overview(self).line()})"
 
     def _repr_html_(self) -> str:
-        from pullback.geometry.shown import shown_spectrum
+        from pullback.geometry.overview import spectrum_overview
 
-        return shown_spectrum(self).html()
+        return spectrum_overview(self).html()
 
 
 def as_token_maps(columns: Tensor, shape: torch.Size) -> Tensor:
@@ -185,9 +185,10 @@ class Sketched:
 def features_of(probe: Probe, images: Pictures, normalized: bool = False) -> Tensor:
     """Compute the features of images at a probe; ``normalized`` as in `ProbeMap.features`."""
     check_probe(probe)
-    if isinstance(images, Sized) and not isinstance(images, Mapping) and len(images) == 0:
+    features = probe.features(images, normalized=True) if normalized else probe.features(images)
+    if len(features) == 0:
         raise ImageError("images: expected at least one image, got an empty batch.")
-    return probe.features(images, normalized=True) if normalized else probe.features(images)
+    return features
 
 
 def check_probe(probe: Any) -> None:

@@ -23,19 +23,17 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from pullback.checks import finite_number, whole_number
-from pullback.errors import FileError, PullbackError
-from pullback.learning.pretrained import CHECKPOINT, Pretrained
+from pullback.errors import FileError, PullbackError, first_line
+from pullback.learning.pretrained import Pretrained
 from pullback.randnla import Streams
-from pullback.runs.files import remove_unfinished, write_atomic
+from pullback.runs.documents import CHECKPOINT, METRICS
+from pullback.runs.files import SAVE_EVERY, remove_unfinished, write_atomic
 from pullback.runs.folder import claim_folder
-from pullback.runs.progress import Progress, Silent
+from pullback.runs.progress import Progress
 from pullback.runs.rows import Rows, finite
 from pullback.runs.settings import check_settings
 
 PRECISIONS = ("float32", "bf16")
-METRICS = "metrics.jsonl"
-SAVE_EVERY = 30.0
-"""Seconds between two checkpoints, at most."""
 _Value = TypeVar("_Value")
 _Network = TypeVar("_Network", bound=nn.Module)
 _Config = TypeVar("_Config", bound="StepConfig")
@@ -165,7 +163,7 @@ def fit(
     if tensorboard and out is None:
         raise PullbackError("tensorboard: expected a folder to write to, got out=None. Pass out=..., or leave it out.")
     run = _Run(network, task, config, out, settings or {}, tensorboard)
-    progress = progress or Silent()
+    progress = progress or Progress()
     progress.work("training", config.steps, "steps")
     progress.advance(run.step)
     try:
@@ -373,8 +371,9 @@ def _stored(checkpoint: Path) -> Mapping[str, Any] | None:
     try:
         return torch.load(checkpoint, map_location="cpu", weights_only=True)
     except Exception as error:  # torch, pickle and zipfile have many words for a damaged file
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise FileError(f"{checkpoint}: cannot be read ({reason}). Delete it to train from the start.") from None
+        raise FileError(
+            f"{checkpoint}: cannot be read ({first_line(error)}). Delete it to train from the start."
+        ) from None
 
 
 def _configuration(network: Pretrained, config: FitConfig, settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,12 +17,13 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import nn
 
-from pullback.backbones.loading import fetched_file, first_line
+from pullback.backbones.loading import fetched_file
 from pullback.checks import of_kind
-from pullback.errors import DamagedModelError, ModelError, PullbackError
+from pullback.errors import DamagedModelError, ModelError, PullbackError, first_line
+from pullback.runs.documents import CHECKPOINT
 from pullback.runs.files import CONFIG, WEIGHTS, write_network, write_text
 
-CARD, MODEL, CHECKPOINT = "README.md", "model", "checkpoint.pt"
+CARD, MODEL = "README.md", "model"
 _Model = TypeVar("_Model", bound="Pretrained")
 
 

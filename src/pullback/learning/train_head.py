@@ -35,7 +35,7 @@ from pullback.learning.losses import conformal_loss
 from pullback.learning.pretrained import Origin
 from pullback.operators import LowRankMetric
 from pullback.probes import ProbeMap
-from pullback.runs.progress import Progress, Silent
+from pullback.runs.progress import Progress
 from pullback.runs.provenance import weights_hash
 from pullback.runs.settings import IDENTITY
 from pullback.targets.compute import READERS
@@ -87,7 +87,7 @@ def train_head(
     finite_number("rank_weight", rank_weight, least=0, expected="a number that is not negative")
     if target not in TARGETS:
         raise PullbackError(f"target: expected one of {', '.join(TARGETS)}, got {target!r}.")
-    config, progress = config or FitConfig(), progress or Silent()
+    config, progress = config or FitConfig(), progress or Progress()
     stores = [*train, held_out] if isinstance(held_out, TargetStore) else list(train)
     check_stores(probe, stores)
     shared = 0

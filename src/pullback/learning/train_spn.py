@@ -42,7 +42,7 @@ from pullback.randnla import Streams, Svd, block_krylov, power_iteration
 from pullback.randnla.estimate import student_quantile
 from pullback.randnla.svd import exact_svd
 from pullback.randnla.trace import draw_probes, energy, tail_energies
-from pullback.runs.progress import Progress, Silent
+from pullback.runs.progress import Progress
 from pullback.targets.compute import compute_table
 from pullback.targets.recipe import Recipe
 from pullback.targets.store import NOT_COMPARED, configuration
@@ -84,7 +84,7 @@ def train_spn(
     """
     of_kind("probe", probe, ProbeMap, "a probe map, such as pb.load_probe(model, decoder, layer)")
     of_kind("config", config, (FitConfig, type(None)), "a FitConfig, or None")
-    config, progress = config or FitConfig(steps=2000, batch=16, learning_rate=1e-3), progress or Silent()
+    config, progress = config or FitConfig(steps=2000, batch=16, learning_rate=1e-3), progress or Progress()
     wanted = probe.pixel_format(size)
     teacher = supervision_of(
         supervision, probe, power_iters=power_iters, sketch_width=sketch_width, precision=precision
@@ -157,7 +157,7 @@ def held_out_modes(
 ) -> SpnExamples:
     """Compute the leading modes of these images, exact or accurate to 1e-3, with the way to their features."""
     wanted = probe.pixel_format(size)
-    table = _modes(probe, images, rank, wanted.size, limit, "computing held-out modes", progress or Silent())
+    table = _modes(probe, images, rank, wanted.size, limit, "computing held-out modes", progress or Progress())
     assert table.modes is not None
     layout = probe.backbone.token_layout(torch.empty(0, 3, *wanted.size))
     reader = feature_reader(probe, rows_of_table(table, images), wanted)

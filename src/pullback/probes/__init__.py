@@ -1,7 +1,7 @@
 """Probe maps: what is differentiated."""
 
 from pullback.probes.loading import load_probe, multi_layer_probe
-from pullback.probes.probe import HOOKS, INPUTS, ProbeMap
+from pullback.probes.probe import HOOKS, INPUTS, ProbeMap, place_of_layer
 from pullback.tokens import Features
 
 __all__ = [
@@ -11,4 +11,5 @@ __all__ = [
     "ProbeMap",
     "load_probe",
     "multi_layer_probe",
+    "place_of_layer",
 ]

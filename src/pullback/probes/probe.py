@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -44,6 +44,12 @@ HOOKS = "hooks"
 """What files and the command line call the layer of a probe at the decoder's inputs."""
 FEATURE_BATCH = 32
 """Images, or views, per forward pass when features are computed."""
+
+
+def place_of_layer(layer: int | str) -> Any:
+    """Return where a probe sits by what files and the command line call its layer: an index, or "hooks". Anything else
+    is left to the error of `ProbeMap`."""
+    return INPUTS if layer == HOOKS else layer
 
 
 @dataclass(frozen=True)

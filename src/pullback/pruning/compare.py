@@ -39,7 +39,7 @@ from pullback.pruning.model import PrunedModel
 from pullback.pruning.plan import PrunePlan
 from pullback.pruning.rules import Rule, Scores, Subject, load_networks, own_score, reference_score, rules
 from pullback.runs.documents import BANK, COST, ROWS, SETTINGS, SUMMARY
-from pullback.runs.files import read_arrays, read_json, remove_unfinished, write_arrays, write_json
+from pullback.runs.files import SAVE_EVERY, WEIGHTS, read_arrays, read_json, remove_unfinished, write_arrays, write_json
 from pullback.runs.folder import check_kind, claim_folder
 from pullback.runs.progress import Progress
 from pullback.runs.provenance import commit, file_hash, machine, now, weights_hash
@@ -48,8 +48,6 @@ from pullback.runs.settings import keep_settings
 
 NOT_COMPARED = ("pullback", "commit", "model", "device")
 """Settings that may differ on resume: the weights' hash says which model it is, and another version may go on."""
-SAVE_EVERY = 30.0
-"""Seconds of work that a killed run may lose."""
 PARTIAL_BANK = "bank.partial.npz"
 _HASH_DIGITS = 16
 _SECONDS, _FEWEST, _MOST = 0.5, 5, 30  # of each timing: about so long, and so many rounds
@@ -176,7 +174,7 @@ def run_comparison(request: PruneRequest, out: Path, progress: Progress) -> dict
         "ratios": list(request.ratios),
         "images": len(seen),
         "images_compared": len(images_of_all(rows, wanted, seen)),
-        "skipped": [{"file": str(image.path), "reason": image.reason} for image in skipped],
+        "skipped": [image.record() for image in skipped],
         "notes": notes,
         "unpruned": {
             "flops": costs.unpruned_flops,
@@ -395,7 +393,7 @@ def _settings(
 
 def _network_hash(folder: Path) -> str:
     """Return the hash of the weights in a folder of `save_pretrained`; of a hub id its name."""
-    path = Path(model_folder(folder)) / "model.safetensors"
+    path = Path(model_folder(folder)) / WEIGHTS
     return file_hash(path)[:_HASH_DIGITS] if path.is_file() else str(folder)
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pullback.backbones import thumbnails
 from pullback.data.images import PixelFormat
 from pullback.evaluation.fidelity import degradation
 from pullback.pruning.forward import StageRecord
@@ -92,7 +93,7 @@ def write_examples(
         values.append([np.nan if error is None else error for error in errors])
         after.append(_map(output) if full.ndim == 3 else None)
     arrays = {
-        "pictures": _pictures(images, pixels),
+        "pictures": thumbnails(pixels.rgb(images)),
         "names": np.array(names),
         "presets": np.array([rule.preset for rule in shown]),
         "scores": np.array([rule.score for rule in shown]),
@@ -128,19 +129,10 @@ def _fates(records: Sequence[StageRecord], layout: TokenLayout, count: int) -> t
     return tuple(layout.patch_map(values)[:, 0].numpy() for values in (fate, partner))  # type: ignore[return-value]
 
 
-def _pictures(images: Tensor, pixels: PixelFormat) -> np.ndarray:
-    """Return the images as they looked before normalisation, uint8 [b, h, w, 3]."""
-    return _smaller(255 * pixels.rgb(images)).round().byte().permute(0, 2, 3, 1).cpu().numpy()
-
-
 def _map(output: Tensor) -> np.ndarray:
-    return _smaller(output[:, None])[:, 0].cpu().numpy()
-
-
-def _smaller(maps: Tensor) -> Tensor:
-    """Shrink maps [b, c, h, w] to at most 224 pixels on the longer side."""
-    height, width = maps.shape[-2:]
-    scale = _SIDE / max(height, width)
-    if scale >= 1:
-        return maps
-    return F.interpolate(maps, (round(height * scale), round(width * scale)), mode="area")
+    """Shrink a map [b, h, w] to at most 224 pixels on the longer side."""
+    height, width = output.shape[-2:]
+    scale = min(1.0, _SIDE / max(height, width))
+    return (
+        F.interpolate(output[:, None], (round(height * scale), round(width * scale)), mode="area")[:, 0].cpu().numpy()
+    )

@@ -26,17 +26,18 @@ from torch import Tensor, nn
 
 from pullback import registry
 from pullback.backbones import Backbone, Remaining, load_backbone
-from pullback.backbones.loading import first_line, locate, read_config, reader_of
+from pullback.backbones.loading import locate, read_config, reader_of
 from pullback.backbones.outputs import FIXED_SIZE, as_images, assembler, check_output_class, no_assembler
 from pullback.checks import of_kind
-from pullback.errors import ModelError, PullbackError, ShapeError
+from pullback.errors import ModelError, PullbackError, ShapeError, first_line
 from pullback.pruning.forward import PrunedRun, forward, prepared
 from pullback.pruning.plan import PrunePlan
 from pullback.pruning.plan import preset as named_plan
 from pullback.pruning.scores import Choice, HeadScore, Modes, StageModes, check_weights, metric_score, networks_of
+from pullback.runs.documents import PRUNED as DOCUMENT
 from pullback.runs.files import make_folder, read_json, replaced_folder, write_bytes, write_json, write_network, writing
 
-DOCUMENT, HEADS, MODEL = "pruned.json", "heads", "model"
+HEADS, MODEL = "heads", "model"
 PROCESSOR = ("preprocessor_config.json", "processor_config.json")  # the files that AutoImageProcessor looks for
 MODES = "modes"  # where older folders have the networks of d_task, by stage
 EXTRAS = ("output_hidden_states", "output_attentions")

@@ -45,6 +45,10 @@ class Estimate:
         """Join estimates of several batches along the batch axis."""
         return cls(torch.cat([part.value for part in parts]), torch.cat([part.se for part in parts]))
 
+    def pairs(self) -> list[tuple[float, float]]:
+        """Return (value, standard error) of every sample, of an estimate [B]."""
+        return list(zip(self.value.tolist(), self.se.tolist(), strict=True))
+
     @property
     def relative_se(self) -> Tensor:
         """se / |value|; 0 where both are 0."""

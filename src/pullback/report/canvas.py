@@ -14,16 +14,15 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LogNorm
-from matplotlib.figure import Figure
-from matplotlib.textpath import TextPath
+from matplotlib.figure import Figure, SubFigure
+from matplotlib.font_manager import FontProperties, findfont, get_font
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from PIL import Image
-
-from pullback.report.heat import lay_over, limits
 
 DPI = 150
 MAX_BYTES = 1_000_000
 _TITLE_SIZE = 10
+_FINE = 1200  # dots an inch, at which rounding to pixels does not matter
 
 
 @dataclass(frozen=True)
@@ -97,24 +96,17 @@ class PictureGrid:
         return axes
 
 
-def energy_scale(relative: np.ndarray) -> LogNorm:
-    """Choose one colour scale for all pictures of a figure."""
-    return LogNorm(*limits(relative))
+def energy_colours(scale: tuple[float, float]) -> ScalarMappable:
+    """Return the colours in which `heat` shows energies between the two limits of a scale."""
+    return ScalarMappable(LogNorm(*scale), "inferno")
 
 
-def energy_bar(grid: PictureGrid, axes: Axes, scale: LogNorm) -> None:
+def energy_bar(figure: Figure | SubFigure, scale: tuple[float, float], **where: Any) -> None:
     """Draw the bar that says what the colours of patches mean."""
-    bar = grid.figure.colorbar(ScalarMappable(scale, "inferno"), cax=axes, extend="both")
-    plain_log_ticks(axes)
+    bar = figure.colorbar(energy_colours(scale), extend="both", **where)
+    plain_log_ticks(bar.ax)
     bar.outline.set_visible(False)
     bar.set_label("energy of a patch\n(1 = their mean)", fontsize=8)
-
-
-def lay_energy_over(axes: Axes, picture: np.ndarray, relative: np.ndarray, scale: LogNorm) -> None:
-    """Draw a picture under its patches in the colours of their energy."""
-    low, high = scale.vmin, scale.vmax
-    assert low is not None and high is not None  # as `energy_scale` sets them
-    axes.imshow(lay_over(picture, relative, (low, high)))
 
 
 def corner_note(axes: Axes, text: str) -> None:
@@ -163,7 +155,11 @@ def title_room(text: str, width: float) -> float:
 
 
 def _inches(text: str) -> float:
-    return float(TextPath((0, 0), text, size=_TITLE_SIZE).get_extents().width) / 72
+    """Return the width of a title. (The outlines of its letters would tell as well, but take half a second a title.)"""
+    font = get_font(findfont(FontProperties()))
+    font.set_size(_TITLE_SIZE, _FINE)
+    font.set_text(text)
+    return float(font.get_width_height()[0]) / 64 / _FINE  # which counts in parts of a pixel
 
 
 def beside(axes: Axes, text: str, y: float = 0.5) -> None:

@@ -21,18 +21,17 @@ from pullback.report.canvas import (
     beside,
     corner_note,
     energy_bar,
-    energy_scale,
-    lay_energy_over,
+    energy_colours,
     plain_log_ticks,
     png,
     style,
     title,
     title_at_the_top,
 )
-from pullback.report.heat import relative_energy
+from pullback.report.heat import lay_over, limits, relative_energy, split_energy
 from pullback.report.prune_figures import draw_prune
 from pullback.report.run_figures import draw_plan, draw_training
-from pullback.report.wording import percent, sample_count, share, short_name, unit
+from pullback.report.wording import outside_patches, percent, sample_count, share, short_name, unit
 from pullback.runs import documents as files
 from pullback.runs.files import write_bytes
 
@@ -98,16 +97,13 @@ def overview_figure(layer: dict[str, Any], energy: np.ndarray, name: str, unit: 
         halves: Any = figure.subfigures(2, 1, height_ratios=(3.8, tall))
         above, below = halves
         spectrum_axes(above, [layer], LIGHT)
-        scale = energy_scale(energy)
+        scale = limits(energy)
         cells = below.subplots(1, across, squeeze=False)[0]
         for place, axes in enumerate(cells):
             axes.set_axis_off()
             if place < len(energy):
-                axes.imshow(energy[place], cmap="inferno", norm=scale)
-        bar = below.colorbar(ScalarMappable(scale, "inferno"), ax=cells, extend="both", fraction=0.04, pad=0.01)
-        plain_log_ticks(bar.ax)
-        bar.outline.set_visible(False)
-        bar.set_label("energy of a patch\n(1 = their mean)", fontsize=8)
+                axes.imshow(energy[place], cmap="inferno", norm=LogNorm(*scale))
+        energy_bar(below, scale, ax=cells, fraction=0.04, pad=0.01)
         title(figure, f"{name}: {_averaged(len(layer['per_image']), unit)}")
         return figure
 
@@ -153,17 +149,14 @@ def tokens_png(layer: dict[str, Any], arrays: dict[str, np.ndarray], theme: Them
     pictures = arrays["thumbnails"][:MAX_IMAGES]
     name, prefix = files.layer_name(layer["layer"]), int(arrays["prefix"])
     energy = np.square(arrays[name][: len(pictures)].astype(float))
-    relative = relative_energy(energy[:, prefix:].reshape(-1, *arrays["grid"]))
-    prefix_share = energy[:, :prefix].sum(1) / np.maximum(energy.sum(1), 1e-300)
-    whose = "class token" if prefix == 1 else "prefix tokens"
+    relative, outside = split_energy(energy, prefix, arrays["grid"])
     with style(theme):
         grid = _energy_grid(2, len(pictures), pictures.shape[1] / pictures.shape[2], left=0.0, top=0.46)
-        scale = energy_scale(relative)
+        scale = limits(relative)
         for column, (above, below) in enumerate(zip(*grid.cells, strict=True)):
             above.imshow(pictures[column])
-            lay_energy_over(below, pictures[column], relative[column], scale)
-            if prefix:
-                above.set_title(f"{whose} {share(prefix_share[column])}", fontsize=8.5, pad=4)
+            below.imshow(lay_over(pictures[column], relative[column], scale))
+            above.set_title(outside_patches(prefix, outside[column]), fontsize=8.5, pad=4)
         _finish_energies(grid, scale, layer)
         return png(grid.figure, dpi)
 
@@ -183,7 +176,7 @@ def views_png(layer: dict[str, Any], arrays: dict[str, np.ndarray], theme: Theme
     aspect = max(views.shape[1] / views.shape[2] for views in pictures)
     with style(theme):
         grid = _energy_grid(2 * len(rows), columns, aspect, left=0.3, top=0.34)
-        scale = energy_scale(np.concatenate([relative.ravel() for relative, _ in energies]))
+        scale = limits(np.concatenate([relative.ravel() for relative, _ in energies]))
         place = 0
         for scene, views, (relative, outside) in zip(shown, pictures, energies, strict=True):
             beside(grid.cells[place][0], scene_name(arrays, scene, len(views)), y=0.0)
@@ -193,7 +186,7 @@ def views_png(layer: dict[str, Any], arrays: dict[str, np.ndarray], theme: Theme
                 above.set_anchor("S")  # views that are lower than others stay together
                 below.set_anchor("N")
                 above.imshow(picture)
-                lay_energy_over(below, picture, relative[view], scale)
+                below.imshow(lay_over(picture, relative[view], scale))
                 corner_note(above, f"camera, registers {share(outside[view])}")
             place += 2 * -(-len(views) // _VIEWS_IN_A_ROW)
         _finish_energies(grid, scale, layer)
@@ -208,8 +201,8 @@ def scenes_png(arrays: dict[str, np.ndarray], theme: Theme = LIGHT, dpi: int = D
     pictures, tasks = arrays["pictures"], arrays["tasks"]
     height, width = pictures.shape[1:3]
     depths = [np.where(arrays["true_depth"] > 0, arrays[name], np.nan) for name in ("true_depth", "predicted_depth")]
-    relative = [relative_energy(energy.astype(float)) for energy in arrays["energy"]]
-    metres, scale = LogNorm(*np.nanpercentile(depths, [0.5, 99.5])), energy_scale(np.stack(relative))
+    relative = relative_energy(arrays["energy"].astype(float))
+    metres, scale = LogNorm(*np.nanpercentile(depths, [0.5, 99.5])), limits(relative)
     with style(theme):
         grid = PictureGrid(len(pictures), 3 + len(tasks), 1.6, height / width, (0.42, 0.0, 0.48, 0.58))
         heads = ["picture", "true depth", "predicted depth", *(f"energy for {task}" for task in tasks)]
@@ -222,9 +215,9 @@ def scenes_png(arrays: dict[str, np.ndarray], theme: Theme = LIGHT, dpi: int = D
                 axes.imshow(depth[row], cmap=_DEPTH_COLOURS, norm=metres)
             corner_note(shown[1], f"AbsRel {arrays['abs_rel'][row]:.3f}")
             for axes, energy in zip(shown[2:], relative, strict=True):
-                lay_energy_over(axes, pictures[row], energy[row], scale)
+                axes.imshow(lay_over(pictures[row], energy[row], scale))
         _bar_below(grid, 1, 2, ScalarMappable(metres, _DEPTH_COLOURS), "metres")
-        _bar_below(grid, 3, len(tasks), ScalarMappable(scale, "inferno"), "task energy of a patch (1 = their mean)")
+        _bar_below(grid, 3, len(tasks), energy_colours(scale), "task energy of a patch (1 = their mean)")
         title_at_the_top(grid.figure, f"{arrays['model']} on scenes it has never seen")
         return png(grid.figure, dpi)
 
@@ -268,11 +261,11 @@ def _energy_grid(rows: int, columns: int, aspect: float, left: float, top: float
     return PictureGrid(rows, columns, side, aspect, (left, right, top, 0.0))
 
 
-def _finish_energies(grid: PictureGrid, scale: LogNorm, layer: dict[str, Any]) -> None:
+def _finish_energies(grid: PictureGrid, scale: tuple[float, float], layer: dict[str, Any]) -> None:
     """Draw the bar of energies and the title."""
     rows, columns = len(grid.cells), len(grid.cells[0])
     x, y = grid.corner(rows - 1, columns)
-    energy_bar(grid, grid.place(x + 0.08, y + 0.1, 0.13, min(rows, 4) * grid.tall - 0.2), scale)
+    energy_bar(grid.figure, scale, cax=grid.place(x + 0.08, y + 0.1, 0.13, min(rows, 4) * grid.tall - 0.2))
     words = f"task energy of tokens, first {layer['rank_used']} directions"
     title_at_the_top(grid.figure, f"{files.layer_name(layer['layer'])}: {words}")
 

@@ -20,9 +20,16 @@ ALPHA = 0.75
 
 
 def relative_energy(patches: np.ndarray) -> np.ndarray:
-    """Divide energies [b, h, w] by their mean over each picture."""
-    relative: np.ndarray = patches / np.maximum(patches.mean((1, 2), keepdims=True), 1e-300)
+    """Divide energies [..., h, w] by their mean over each picture."""
+    relative: np.ndarray = patches / np.maximum(patches.mean((-2, -1), keepdims=True), 1e-300)
     return relative
+
+
+def split_energy(energy: np.ndarray, prefix: int, grid: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Split energies of tokens [..., N] into those of patches over their mean [..., rows, columns], and the share [...]
+    that the ``prefix`` tokens before them hold."""
+    patches = energy[..., prefix:].reshape(*energy.shape[:-1], *grid)
+    return relative_energy(patches), energy[..., :prefix].sum(-1) / np.maximum(energy.sum(-1), 1e-300)
 
 
 def limits(relative: np.ndarray) -> tuple[float, float]:

@@ -22,8 +22,8 @@ from pullback.runs import documents as files
 from pullback.runs.files import write_text
 
 _FILTERS = (
-    *("counted", "findings", "lower_bound", "missed", "percent", "plain", "regime", "sample_count", "samples", "share"),
-    *("short_name", "times"),
+    *("after_blocks", "counted", "findings", "lower_bound", "missed", "p_value", "percent", "plain", "regime"),
+    *("sample_count", "samples", "share", "short_name", "times"),
 )
 
 

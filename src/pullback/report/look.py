@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from pullback.report.heat import colours, lay_over, limits, relative_energy
+from pullback.report.heat import colours, lay_over, limits, split_energy
 from pullback.report.html import colour_bar, jpeg_uri, write_html
-from pullback.report.wording import share
+from pullback.report.wording import outside_patches
 from pullback.runs import documents as files
 from pullback.runs.files import read_json, write_bytes
 
@@ -27,17 +27,14 @@ def draw_look(folder: Path) -> list[str]:
     """Draw a picture for each image, the crop and its maps side by side, and the page; return their names."""
     document, arrays = read_json(folder / files.LOOK), files.read_look(folder)
     prefix, pictures = int(arrays["prefix"]), arrays["pictures"]
-    energy = arrays["energy"].astype(float)  # [maps, b, N]
-    patches = energy[..., prefix:].reshape(*energy.shape[:2], *arrays["grid"])
-    relative = np.stack([relative_energy(own) for own in patches])
-    outside = energy[..., :prefix].sum(-1) / np.maximum(energy.sum(-1), 1e-300)
+    relative, outside = split_energy(arrays["energy"].astype(float), prefix, arrays["grid"])  # [maps, b, ...]
     scale = limits(relative)  # one for all, so that pictures can be compared
     titles = [f"{shown['decoder']} at {files.layer_name(shown['layer'])}" for shown in document["maps"]]
     names = picture_names(document["images"])
     cards = []
     for place, (name, picture) in enumerate(zip(names, pictures, strict=True)):
         maps = [lay_over(picture, own[place], scale) for own in relative]
-        notes = [_outside(prefix, part[place]) for part in outside]
+        notes = [outside_patches(prefix, part[place]) for part in outside]
         whole = side_by_side([Image.fromarray(picture), *maps], ["what the model saw", *titles], ["", *notes], scale)
         write_bytes(folder / name, _png(whole))
         shown = [
@@ -87,12 +84,6 @@ def side_by_side(
     for value, y in ((high, _HEAD), (low, _HEAD + tall - _NOTE - 4)):
         draw.text((x + 22, y), f"{value:.2g}x mean", _FAINT, _font(_NOTE - 2))
     return whole
-
-
-def _outside(prefix: int, part: float) -> str:
-    """Say which share the tokens outside the patches hold, where there are such."""
-    whose = "class token" if prefix == 1 else "prefix tokens"
-    return f"{whose}: {share(part)}" if prefix else ""
 
 
 def _font(size: int) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pullback.errors import PullbackError
+from pullback.report.html import data_uri
 from pullback.report.wording import NO_FIGURES, counted, percent
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ _BOX = 16  # pixels, the side of a block
 
 
 @dataclass(frozen=True, eq=False)
-class Shown:
+class Overview:
     """One Jacobian per sample, in plain numbers. ``layer``: an entry of `diagnosis.json`, as far as figures read it."""
 
     name: str
@@ -54,8 +54,8 @@ class Shown:
         except ImportError:
             picture = f"<p>{escape(NO_FIGURES)}</p>"
         else:
-            data = base64.b64encode(png(self.plot(), _DPI)).decode("ascii")
-            picture = f'<img src="data:image/png;base64,{data}" style="max-width:100%" alt="{escape(self.name)}">'
+            drawn = data_uri(png(self.plot(), _DPI), "png")
+            picture = f'<img src="{drawn}" style="max-width:100%" alt="{escape(self.name)}">'
         advice = f"<p>{escape(self.advice)}</p>" if self.advice else ""
         return f"<div><b>{escape(self.name)}</b><table>{rows}</table>{advice}{picture}</div>"
 

@@ -20,7 +20,7 @@ from pullback.report import wording
 from pullback.report.canvas import DARK, LIGHT
 from pullback.report.fates import lay_fates_over
 from pullback.report.figures import MAX_IMAGES, scene_name, scenes_png, spectrum_png, view_energies
-from pullback.report.heat import lay_over, limits, relative_energy
+from pullback.report.heat import lay_over, limits, split_energy
 from pullback.report.html import colour_bar, data_uri, jpeg_uri, write_html
 from pullback.report.prune_console import by_rule, notes
 from pullback.report.prune_figures import curves_png, known, output_png, panel_name
@@ -119,14 +119,11 @@ def _section(folder: Path) -> dict[str, Any]:
 def _images(arrays: Mapping[str, np.ndarray], names: Sequence[str]) -> dict[str, Any]:
     """Collect the pictures of images and, for each layer, their patches in the colours of task energy."""
     pictures, prefix = arrays["thumbnails"][:MAX_IMAGES], int(arrays["prefix"])
-    whose = "class token" if prefix == 1 else "prefix tokens"
     layers = []
     for name in names:
         energy = np.square(arrays[name][: len(pictures)].astype(float))
-        relative = relative_energy(energy[:, prefix:].reshape(-1, *arrays["grid"]))
-        outside = energy[:, :prefix].sum(1) / np.maximum(energy.sum(1), 1e-300)
-        said = [f"{whose} {wording.share(part)}" if prefix else "" for part in outside]
-        layers.append(_layer(name, pictures, relative, said))
+        relative, outside = split_energy(energy, prefix, arrays["grid"])
+        layers.append(_layer(name, pictures, relative, [wording.outside_patches(prefix, part) for part in outside]))
     return {"name": "", "seen": _seen(pictures), "layers": layers}
 
 

@@ -8,14 +8,15 @@ from types import TracebackType
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
 
-from pullback.report.wording import percent, regime
+from pullback.report.wording import counted, percent, regime
 from pullback.runs.documents import layer_name
-from pullback.runs.progress import Lines, Silent
+from pullback.runs.progress import Lines, Progress
 
 
-class ProgressDisplay:
+class ProgressDisplay(Progress):
     """A `runs.progress.Progress` for people, as a context manager; it may hear several runs one after the other.
 
     ``done`` are the parts that are finished and on disk, ``current`` the one that runs.
@@ -25,8 +26,8 @@ class ProgressDisplay:
         self.done: list[str] = []
         self.current: str | None = None
         self._console = console
-        self._lines = Silent() if console.is_terminal else Lines(self._print)
-        self._bar = Progress(
+        self._lines = Progress() if console.is_terminal else Lines(self._print)
+        self._bar = Bar(
             SpinnerColumn(),
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=None),
@@ -104,8 +105,7 @@ class ProgressDisplay:
         """A layer of a diagnosis is finished; ``result`` is its entry in diagnosis.json."""
         name, count = layer_name(result["layer"]), result["num_images"]
         line = f"{name}: κ({result['rank_used']}) = {percent(result['kappa'])}, regime {regime(result)}"
-        unit = self._unit.removesuffix("s") if count == 1 else self._unit
-        self.finished(name, f"{line}, {count} {unit} in {result['seconds']:.1f} s")
+        self.finished(name, f"{line}, {counted(count, self._unit.removesuffix('s'))} in {result['seconds']:.1f} s")
 
     def _count(self) -> str:
         task = next((task for task in self._bar.tasks if task.id == self._work), None)

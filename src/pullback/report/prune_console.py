@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pullback.report.wording import UNKNOWN, counted, plain, short_name, times
+from pullback.report.wording import UNKNOWN, after_blocks, counted, p_value, plain, short_name, times
 from pullback.runs.documents import MEASURES
 
 _NAMED = 5
@@ -30,9 +30,8 @@ def prune_summary(document: dict[str, Any]) -> RenderableType:
 
 
 def _heading(document: dict[str, Any]) -> Text:
-    stages = ", ".join(map(str, document["stages"]))
-    where = f"after block{'s' * (len(document['stages']) != 1)} {stages}"
-    what = f"{short_name(document['model'])}, {document['decoder']}: tokens removed {where}"
+    removed = f"tokens removed {after_blocks(document['stages'])}"
+    what = f"{short_name(document['model'])}, {document['decoder']}: {removed}"
     size = "x".join(map(str, document["size"]))
     return Text.assemble((what, "bold"), f", {counted(document['images_compared'], 'image')} of {size} pixels")
 
@@ -138,8 +137,3 @@ def notes(document: dict[str, Any]) -> list[str]:
         more = f"; and {len(skipped) - _NAMED} more" if len(skipped) > _NAMED else ""
         said.append(f"skipped {counted(len(skipped), 'image file')}: {named}{more}")
     return said
-
-
-def p_value(p: float) -> str:
-    """ "0.031", "3e-09"."""
-    return f"{p:.2g}" if p >= 1e-3 else f"{p:.0e}"

@@ -27,7 +27,7 @@ from pullback.report.canvas import (
     title_room,
 )
 from pullback.report.fates import DROPPED_TINT, MERGED_TINT, lay_fates_over
-from pullback.report.wording import counted, plain, short_name
+from pullback.report.wording import after_blocks, counted, plain, short_name
 from pullback.runs import documents as prune_files
 from pullback.runs.documents import MEASURES
 from pullback.runs.files import write_bytes
@@ -231,5 +231,4 @@ def known(value: float) -> float | None:
 
 
 def _subject(document: dict[str, Any]) -> str:
-    stages = "+".join(map(str, document["stages"]))
-    return f"{short_name(document['model'])}, {document['decoder']}, after block {stages}"
+    return f"{short_name(document['model'])}, {document['decoder']}, {after_blocks(document['stages'])}"

@@ -9,18 +9,13 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from pullback.report.canvas import DPI, LIGHT, Theme, png, style, title
-from pullback.report.wording import short_name
+from pullback.report.wording import after_blocks, counted, short_name
 from pullback.runs import documents as files
 from pullback.runs.files import write_bytes
 
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
 _MARKERS = "osD^vP"
 _LOSS, _SCORE = "loss", "score"
-_BUDGETS = {
-    "flops": "share of the model's operations",
-    "milliseconds": "milliseconds a batch",
-    "degradation": "degradation of the output",
-}
 
 
 def draw_training(folder: Path) -> list[str]:
@@ -66,7 +61,7 @@ def training_png(rows: list[dict[str, Any]], theme: Theme = LIGHT, dpi: int = DP
             axes.legend(frameon=False, fontsize=8)
         best = max((row for row in rows if row.get(_SCORE) is not None), key=lambda row: row[_SCORE], default=None)
         words = "" if best is None else f", best score {best[_SCORE]:.4g} at step {best['step']:,}"
-        title(figure, f"{rows[-1]['step']:,} steps{words}")
+        title(figure, f"{counted(rows[-1]['step'], 'step')}{words}")
         return png(figure, dpi)
 
 
@@ -97,16 +92,16 @@ def plan_png(document: dict[str, Any], theme: Theme = LIGHT, dpi: int = DPI, nar
                 marker=_MARKERS[place % len(_MARKERS)],
                 ms=4,
                 lw=1.2,
-                label=f"after block{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}",
+                label=after_blocks(stages),
             )
         axes.axhline(limit, color=theme.faint, lw=0.9, ls=(0, (4, 3)), label="the budget")
         axes.plot([document["ratio"]], [document[name]], "o", ms=13, mfc="none", mec=theme.ink, label="the plan")
         axes.set_xlabel("share of the patch tokens removed, in all")
         axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-        axes.set_ylabel(_BUDGETS[name])
+        axes.set_ylabel(f"{'share ' if name == 'flops' else ''}{document['budget']['unit']}")
         if name == "flops":
             axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         axes.grid(color=theme.faint, alpha=0.25, lw=0.6)
         axes.legend(frameon=False, fontsize=8)
-        title(figure, f"{short_name(document['model'])}: {document['measured']} plans tried")
+        title(figure, f"{short_name(document['model'])}: {counted(document['measured'], 'plan')} tried")
         return png(figure, dpi)

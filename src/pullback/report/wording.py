@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from pullback.errors import counted as counted
@@ -36,6 +37,22 @@ def percent(summary: dict[str, Any]) -> str:
 def share(part: float) -> str:
     """Write "97 %", never rounded to nothing or to all."""
     return "< 1 %" if 0 < part < 0.01 else "> 99 %" if 0.99 < part < 1 else f"{100 * part:.0f} %"
+
+
+def outside_patches(prefix: int, part: float) -> str:
+    """Write "class token 12 %", the share of the energy that the tokens outside the patches hold; nothing where there
+    are none."""
+    return f"{'class token' if prefix == 1 else 'prefix tokens'} {share(part)}" if prefix else ""
+
+
+def after_blocks(stages: Sequence[int]) -> str:
+    """Write "after block 4", "after blocks 4, 8"."""
+    return f"after block{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
+
+
+def p_value(p: float) -> str:
+    """Write "0.031", "3e-09"."""
+    return f"{p:.2g}" if p >= 1e-3 else f"{p:.0e}"
 
 
 def lower_bound(r90: dict[str, Any]) -> str:

@@ -115,9 +115,10 @@ def read_examples(folder: Path) -> dict[str, np.ndarray]:
     return read_arrays(folder / EXAMPLES)
 
 
-PLAN = "plan.json"
+TARGETS = "targets.json"
+PRUNED, PLAN = "pruned.json", "plan.json"
 PLAN_FIGURE = "plan.png"
-METRICS = "metrics.jsonl"
+METRICS, CHECKPOINT = "metrics.jsonl", "checkpoint.pt"
 TRAINING_FIGURE = "training.png"
 
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import nn
 
+SAVE_EVERY = 30.0
+"""Seconds of work that a run may lose when it is killed: whatever takes longer is saved on the way."""
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 # A list of plain numbers that `json.dumps(indent=...)` spread over lines. No string holds a raw newline: none matches.
 _NUMBERS = re.compile(r"\[\n\s+(-?[\d.eE+-]+(?:,\n\s+-?[\d.eE+-]+)*)\n\s+\]")

@@ -22,9 +22,9 @@ class _Kind(NamedTuple):
 KINDS = {
     "diagnose": _Kind("a diagnosis", (documents.DIAGNOSIS,)),
     "prune": _Kind("a comparison of pruning rules", (documents.SETTINGS, documents.ROWS, documents.SUMMARY)),
-    "targets": _Kind("targets", ("targets.json",)),
-    "train": _Kind("a training run", ("checkpoint.pt", "metrics.jsonl")),
-    "plan": _Kind("a pruned model", ("pruned.json",)),
+    "targets": _Kind("targets", (documents.TARGETS,)),
+    "train": _Kind("a training run", (documents.CHECKPOINT, documents.METRICS)),
+    "plan": _Kind("a pruned model", (documents.PRUNED,)),
     "demo": _Kind("a demo", (f"scenes/{documents.SCENES}", documents.SCENES)),
     "look": _Kind("pictures", (documents.LOOK,)),
     "model": _Kind("the weights of a model", (WEIGHTS,)),

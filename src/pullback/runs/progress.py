@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
 _SECONDS_BETWEEN_LINES = 5.0
 _SHARE_BETWEEN_LINES = 0.02
@@ -14,8 +13,8 @@ _LONG = 10.0
 """Seconds from which on people want to know in advance."""
 
 
-class Progress(Protocol):
-    """What a job tells of itself."""
+class Progress:
+    """What a job tells of itself; this one shows nothing of it, and others derive from it."""
 
     def stage(self, text: str) -> None:
         """Something of unknown length begins, such as loading a model."""
@@ -36,33 +35,11 @@ class Progress(Protocol):
         """A part is done and on disk; ``line`` says in a few words what came out."""
 
 
-class Silent:
-    """A `Progress` that shows nothing: the default of Python functions."""
-
-    def stage(self, text: str) -> None:
-        pass
-
-    def note(self, line: str) -> None:
-        pass
-
-    def work(self, what: str, total: int | None, unit: str) -> None:
-        pass
-
-    def describe(self, what: str) -> None:
-        pass
-
-    def advance(self, count: int) -> None:
-        pass
-
-    def finished(self, part: str, line: str) -> None:
-        pass
-
-
-class Lines:
+class Lines(Progress):
     """A `Progress` of plain text: one line that counts up in a terminal, a line every few seconds anywhere else.
 
-    For scripts, on standard error, and for the command line where there is no terminal; in one, it has a livelier
-    display (`report.progress`). ``write`` prints a line, with its end.
+    For scripts, on standard error, where the end of work always has its line; and for the command line without a
+    terminal, by ``write``, where short work has none. (In a terminal it has a livelier display, `report.progress`.)
     """
 
     def __init__(self, write: Callable[[str], object] | None = None) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pullback
+from pullback.errors import counted
 
 if TYPE_CHECKING:
     import torch
@@ -53,13 +54,12 @@ def machine(device: torch.device, *, threads: bool = False) -> str:
 
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    text = f"{_cpu_name()}, {cores} cores, {memory:.0f} GiB"
+    text = f"{_cpu_name()}, {counted(cores or 1, 'core')}, {memory:.0f} GiB"
     if device.type == "cuda":
         card = torch.cuda.get_device_properties(device)
         text += f", {card.name} {card.total_memory / 2**30:.0f} GiB"
     if threads and device.type == "cpu":
-        count = torch.get_num_threads()
-        text += f", {count} thread{'s' * (count != 1)}"
+        text += f", {counted(torch.get_num_threads(), 'thread')}"
     return text
 
 

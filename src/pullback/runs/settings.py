@@ -17,23 +17,19 @@ def keep_settings(
     path: Path,
     settings: Mapping[str, Any],
     *,
-    holds: str,
-    ignore: Collection[str] = (),
     may_be_added: Collection[str] = (),
-    places: Collection[str] = (),
+    **rules: Any,
 ) -> dict[str, Any]:
     """Write the settings to ``path``, or compare them with what is there; return the ones in force.
 
-    ``may_be_added``: names that may be None on one side; the value that is known is kept. ``places``: names of files
-    and folders, which may be spelled in another way.
+    ``may_be_added`` and the other ``rules`` are those of `check_settings`; of the former the value that is known is
+    kept.
     """
     stored = read_json(path, "out") if path.is_file() else None
     if stored is None:
         in_force = dict(settings)
     else:
-        check_settings(
-            stored, settings, path.parent, holds=holds, ignore=ignore, may_be_added=may_be_added, places=places
-        )
+        check_settings(stored, settings, path.parent, may_be_added=may_be_added, **rules)
         known = {name: stored[name] for name in may_be_added if settings.get(name) is None and name in stored}
         in_force = {**settings, **known}
     if stored != in_force:
@@ -53,8 +49,10 @@ def check_settings(
 ) -> None:
     """Raise an error that names every setting in which ``stored`` and ``asked`` differ.
 
-    ``holds`` says in the message what is stored, such as "targets" or "a comparison". Where ``stored`` lacks an
-    identity, such as decoder_identity, it is of an older version: nobody can tell whether more of it would fit.
+    ``holds`` says in the message what is stored, such as "targets" or "a comparison". ``ignore``: names that may
+    differ. ``may_be_added``: names that may be None on one side. ``places``: names of files and folders, which may be
+    spelled in another way. Where ``stored`` lacks an identity, such as decoder_identity, it is of an older version:
+    nobody can tell whether more of it would fit.
     """
     unknown = [name for name in asked if name.endswith(IDENTITY) and name not in stored and asked[name] is not None]
     different = [

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -32,6 +32,7 @@ from pullback.operators.execution import check_precision
 from pullback.probes import ProbeMap
 from pullback.randnla.modes import choose_method
 from pullback.randnla.svd import check_rank
+from pullback.runs.files import SAVE_EVERY
 from pullback.targets.recipe import Recipe, Targets, targets_in_batches
 from pullback.targets.store import StoreWriter, TargetStore, configuration
 from pullback.targets.table import Shard, SkippedItem, TargetTable
@@ -39,8 +40,6 @@ from pullback.targets.table import Shard, SkippedItem, TargetTable
 ENGINES = ("local", "ray")
 GROUP = 64
 """Rows whose features are computed together on a GPU; `targets_in_batches` takes as many of them as memory holds."""
-SAVE_EVERY = 30.0
-"""Seconds of work that a killed run may lose."""
 READERS = min(8, os.cpu_count() or 1)
 """Threads that read images."""
 _NAMED = 5
@@ -225,9 +224,7 @@ def compute_shards(
             features = probe.features(torch.stack([row.pixels for row in rows]), normalized=True)
             seeds = [item_seed(job.seed, row.key, row.number) for row in rows]
             first = 0
-            for found in targets_in_batches(
-                probe, features, **asdict(job.recipe), seeds=seeds, batch_size=size, seconds=seconds
-            ):
+            for found in targets_in_batches(probe, features, job.recipe, seeds=seeds, batch_size=size, seconds=seconds):
                 took = done.add(found, rows[first : first + len(found)])
                 first += len(found)
                 if took > seconds:

@@ -24,7 +24,8 @@ from pullback import errors
 from pullback.data.sources import ImageItem
 from pullback.errors import PullbackError
 from pullback.probes import ProbeMap
-from pullback.targets.compute import SAVE_EVERY, Job, Work, compute_shards
+from pullback.runs.files import SAVE_EVERY
+from pullback.targets.compute import Job, Work, compute_shards
 from pullback.targets.store import StoreWriter, TargetStore, number_of
 
 TRIES = 5
@@ -93,7 +94,7 @@ class TargetWorker:
         return {"rows": [rows], "kind": [""], "message": [""]}
 
     def _finish(self, work: Work) -> int:
-        with counted(self.writer, work):
+        with limited_tries(self.writer, work):
             store = TargetStore(self.writer.folder, self.writer.config)
             rest, rows = rest_of(work, store)
             for shard in compute_shards(self.probe, rest, self.job, seconds=SAVE_EVERY):
@@ -119,7 +120,7 @@ def rest_of(work: Work, store: TargetStore) -> tuple[Work, int]:
 
 
 @contextmanager
-def counted(writer: StoreWriter, work: Work) -> Iterator[None]:
+def limited_tries(writer: StoreWriter, work: Work) -> Iterator[None]:
     """Count the tries of a shard, and stop the run with an error when it has killed too many workers: Ray would start
     them again without end."""
     tally = writer.folder / f".tries-{work.number:05d}.tmp"

@@ -90,21 +90,9 @@ def targets_of(
     they are the same for every batch size and device.
     """
     callable_or_none("on_progress", on_progress)
-    batches = targets_in_batches(
-        probe,
-        features,
-        rank,
-        method,
-        seed=seed,
-        seeds=seeds,
-        keep_modes=keep_modes,
-        precision=precision,
-        num_probes=num_probes,
-        rtol=rtol,
-        batch_size=batch_size,
-    )
+    recipe = Recipe(rank, method, num_probes, rtol, precision, keep_modes)
     parts: list[Targets] = []
-    for part in batches:
+    for part in targets_in_batches(probe, features, recipe, seed=seed, seeds=seeds, batch_size=batch_size):
         parts.append(part)
         if on_progress is not None:
             on_progress(len(part))
@@ -114,19 +102,14 @@ def targets_of(
 def targets_in_batches(
     probe: Probe,
     features: Tensor,
-    rank: int = 20,
-    method: str = "auto",
+    recipe: Recipe,
     *,
     seed: int = 0,
     seeds: Sequence[int] | None = None,
-    keep_modes: bool = False,
-    precision: str = "float32",
-    num_probes: int = 32,
-    rtol: float = 1e-3,
     batch_size: int | None = None,
     seconds: float = math.inf,
 ) -> Iterator[Targets]:
-    """Compute what `targets_of` returns batch by batch, for who wants to keep what is finished.
+    """Compute what `targets_of` returns batch by batch, for callers that keep what is finished.
 
     After a batch that took more than ``seconds`` the next ones are smaller, down to one sample.
     """
@@ -137,20 +120,21 @@ def targets_in_batches(
     if seeds is not None and (not isinstance(seeds, Sized) or len(seeds) != len(features)):
         given = len(seeds) if isinstance(seeds, Sized) else shown(seeds)
         raise PullbackError(f"seeds: expected one per sample, {len(features)}, got {given}.")
-    recipe = Recipe(rank, method, num_probes, rtol, precision, keep_modes)
     check_independence(probe, features)
     rows, inputs = output_size(probe, features), features[0].numel()
-    method = choose_method(method, rows, inputs, rank, sampled=num_probes, itemsize=features.element_size())
-    recipe = replace(recipe, method=method)
-    size = checked_batch_size(batch_size) or _samples_that_fit(recipe, rows, features)
+    method = choose_method(
+        recipe.method, rows, inputs, recipe.rank, sampled=recipe.num_probes, itemsize=features.element_size()
+    )
+    chosen = replace(recipe, method=method)
+    size = checked_batch_size(batch_size) or _samples_that_fit(chosen, rows, features)
 
     def work(part: Tensor, first: int) -> Targets:
         streams = Streams.from_seed(seed, len(part), "cpu", first)
         if seeds is not None:
             streams = Streams.from_seeds(seeds[first : first + len(part)])
-        operator = JacobianOperator(probe, part, precision=recipe.precision)
+        operator = JacobianOperator(probe, part, precision=chosen.precision)
         with finite_products(operator, streams, first):
-            found = _targets(operator, part.shape[1:], recipe, streams)
+            found = _targets(operator, part.shape[1:], chosen, streams)
         check_sensitive(found.total.value, first)
         return found
 

@@ -33,9 +33,10 @@ from pullback.checks import of_kind
 from pullback.data.crops import RATIO, SCALE, Crop
 from pullback.data.images import PixelFormat
 from pullback.data.sources import LISTED, Source, open_source
-from pullback.errors import FileError, PullbackError, naming
+from pullback.errors import FileError, PullbackError, first_line, naming
 from pullback.operators import ProductCount
 from pullback.probes import INPUTS, ProbeMap, load_probe, multi_layer_probe
+from pullback.runs.documents import TARGETS as CONFIG
 from pullback.runs.files import read_json, remove_unfinished, write_atomic, write_json
 from pullback.runs.folder import claim_folder
 from pullback.runs.provenance import weights_hash
@@ -44,7 +45,7 @@ from pullback.targets.recipe import Recipe
 from pullback.targets.table import Shard, SkippedItem, TargetTable
 
 FORMAT = 1
-CONFIG, RUN = "targets.json", ".run"
+RUN = ".run"
 NOT_COMPARED = ("model", "pullback")
 """The weights' hash says which model it is, whatever its folder is called; another version may finish a store."""
 _SHARD = re.compile(r"targets-(\d+)\.parquet")
@@ -198,7 +199,7 @@ def _read(shard: Path, read: Callable[[Path], Any]) -> Any:
         return read(shard)
     except (pa.ArrowException, OSError) as error:
         raise FileError(
-            f"{shard}: cannot be read ({str(error).splitlines()[0]}). Delete it, and run `pullback targets` again to "
+            f"{shard}: cannot be read ({first_line(error)}). Delete it, and run `pullback targets` again to "
             "have its rows computed anew; the other shards stay."
         ) from None
 

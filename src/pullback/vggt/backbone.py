@@ -23,6 +23,7 @@ from pullback.errors import ModelError, PullbackError
 from pullback.operators import FunctionLinearization
 from pullback.tokens import TokenLayout
 from pullback.vggt.checkpoint import VGGT
+from pullback.vggt.network.model import as_scenes
 from pullback.vggt.network.rope import Rope
 from pullback.vggt.views import as_views, check_width, load_views, read_scenes, view_samples
 
@@ -80,13 +81,13 @@ class VGGTBackbone(AnyBackbone):
 
     def batch(self, images: Pictures, *, normalized: bool = False) -> Tensor:
         """Return views [S, 3, H, W] of one scene, or of several [B, S, 3, H, W], in [0, 1] with the axis of scenes."""
-        return _scenes(as_views(images, normalized=normalized))
+        return as_scenes(as_views(images, normalized=normalized))
 
     def token_layout(self, images: Tensor) -> TokenLayout:
-        return self.model.aggregator.token_layout(_scenes(images))
+        return self.model.aggregator.token_layout(as_scenes(images))
 
     def embed(self, images: Tensor) -> Tensor:
-        return self.model.aggregator.embed(_scenes(images)).tokens
+        return self.model.aggregator.embed(as_scenes(images)).tokens
 
     def tables(self, layout: TokenLayout, like: Tensor) -> tuple[Rope, Rope]:
         """Rotary tables for one view and for all."""
@@ -145,11 +146,6 @@ class VGGTBackbone(AnyBackbone):
         cost = tangent_cost(self, layout, point, dense=reads > 1)
         with self.arithmetic():
             return ViewsLinearization(function, point, cost, self.arithmetic)
-
-
-def _scenes(images: Tensor) -> Tensor:
-    """[S, 3, H, W] is one scene, as for the network itself; what else does not fit is refused there."""
-    return images[None] if images.ndim == 4 else images
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pullback.backbones.loading import check_dtype, fetched_file, first_line, known_file, resolve_device
-from pullback.errors import ModelError
+from pullback.backbones.loading import check_dtype, fetched_file, known_file, resolve_device
+from pullback.errors import ModelError, first_line
 from pullback.models import EMBEDDED
 from pullback.runs.files import CONFIG, WEIGHTS, write_network
 from pullback.vggt.network import VGGTConfig, VGGTNetwork

@@ -25,8 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from pullback.backbones import check_evaluation_mode
-from pullback.checks import of_kind
-from pullback.errors import ImageError, ModelError, PullbackError
+from pullback.errors import ModelError, PullbackError
 from pullback.pruning.forward import StageRecord, TokenState, scored, stage_record, stage_scores, whole_sequence
 from pullback.pruning.matching import Leftover, leftover, reinserted, rows
 from pullback.pruning.model import Pruned
@@ -36,6 +35,7 @@ from pullback.tokens import TokenLayout
 from pullback.vggt.backbone import VGGTBackbone, adapt
 from pullback.vggt.checkpoint import VGGT
 from pullback.vggt.matching import Groups, grid_points, group_tokens, prune_within_views, strided_score
+from pullback.vggt.network.model import as_scenes
 
 Scope = Literal["global", "view"]
 STRIDED = "strided"
@@ -73,8 +73,7 @@ class PrunedVGGT(Pruned):
 
     def with_record(self, images: Tensor, **options: Any) -> tuple[Any, PrunedScenes]:
         """The output by the pruned route, whatever the ratio is, and what each stage did."""
-        of_kind("images", images, Tensor, "views [S, 3, H, W] or [B, S, 3, H, W] in [0, 1]", ImageError)
-        scenes = images[None] if images.ndim == 4 else images
+        scenes = as_scenes(images)
         run = self.run(scenes)
         output = self.model.decode(run.taps, run.layout, **options)
         output["images"] = scenes

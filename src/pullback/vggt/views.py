@@ -195,7 +195,7 @@ def view_samples(found: ReadScenes, layouts: Sequence[TokenLayout]) -> Samples:
                 }
                 for scene in found.scenes
             ],
-            "skipped": [{"file": str(scene.path), "reason": scene.reason} for scene in found.skipped],
+            "skipped": [scene.record() for scene in found.skipped],
             "size": list(sizes.pop()) if len(sizes) == 1 else None,
         },
         arrays={

@@ -34,6 +34,12 @@ class VGGTOutput(dict[str, Any]):
         raise AttributeError(f"no output {name!r}; there are {', '.join(self)}.")
 
 
+def as_scenes(images: Tensor) -> Tensor:
+    """Return views with an axis of scenes: [S, 3, H, W] is one scene. What else does not fit is refused further on."""
+    of_kind("images", images, Tensor, "views [S, 3, H, W] or [B, S, 3, H, W] in [0, 1]", ImageError)
+    return images[None] if images.ndim == 4 else images
+
+
 class VGGTNetwork(nn.Module):
     """The network alone. `pullback.VGGT` adds `from_pretrained` and `save_pretrained`.
 
@@ -73,8 +79,7 @@ class VGGTNetwork(nn.Module):
         ``chunk_views``: how many views the dense heads take at once, None for all; bounds memory alone.
         ``dense_views``: [n] int64, of which views depth and points are wanted; None for all.
         """
-        of_kind("images", images, Tensor, "views [S, 3, H, W] or [B, S, 3, H, W] in [0, 1]", ImageError)
-        scenes = images[None] if images.ndim == 4 else images
+        scenes = as_scenes(images)
         taps = self.aggregator(scenes)
         output = self.decode(
             taps,

@@ -11,20 +11,21 @@ from pullback.geometry.diagnosis import Tractability
 from pullback.geometry.document import layer_result, number, summary
 from pullback.geometry.spectrum import Spectrum, token_importance
 from pullback.geometry.summary import summarize
+from pullback.randnla import Estimate
 from pullback.tokens import TokenLayout
 
 if TYPE_CHECKING:
-    from pullback.report.notebook import Shown
+    from pullback.report.notebook import Overview
 
 MAX_MAPS = 8
 
 
-def shown_spectrum(spectrum: Spectrum) -> Shown:
+def spectrum_overview(spectrum: Spectrum) -> Overview:
+    """Return the numbers of a spectrum, with one mean over its samples for each."""
     from pullback.report import wording
-    from pullback.report.notebook import Shown
+    from pullback.report.notebook import Overview
 
-    kappa = summary(summarize(_pairs(spectrum.kappa.value[:, -1], spectrum.kappa.se[:, -1])))
-    energies = _pairs(spectrum.total.value, spectrum.total.se)
+    kappa = summary(summarize(Estimate(spectrum.kappa.value[:, -1], spectrum.kappa.se[:, -1]).pairs()))
     values = spectrum.singular_values.tolist()
     layer = {
         "layer": "",
@@ -32,11 +33,11 @@ def shown_spectrum(spectrum: Spectrum) -> Shown:
         "kappa": kappa,
         "per_image": [
             {"singular_values": own, "energy": number(energy), "energy_se": number(se)}
-            for own, (energy, se) in zip(values, energies, strict=True)
+            for own, (energy, se) in zip(values, spectrum.total.pairs(), strict=True)
         ],
     }
-    unit = _unit(spectrum.token_layout)
-    return Shown(
+    unit = spectrum.token_layout.unit
+    return Overview(
         name=spectrum.probe,
         unit=unit,
         layer=layer,
@@ -49,14 +50,15 @@ def shown_spectrum(spectrum: Spectrum) -> Shown:
     )
 
 
-def shown_report(report: Tractability) -> Shown:
+def report_overview(report: Tractability) -> Overview:
+    """Return the numbers of a diagnosis, worded as on its page."""
     from pullback.report import wording
-    from pullback.report.notebook import Shown
+    from pullback.report.notebook import Overview
 
     layer = layer_result(report, [""] * len(report.samples))
-    unit = _unit(report.token_layout)
+    unit = report.token_layout.unit
     cv, over_patches = layer["cv"], layer["regime_over_patches"]
-    return Shown(
+    return Overview(
         name=report.probe,
         unit=unit,
         layer={**layer, "layer": ""},
@@ -82,11 +84,3 @@ def _energy(importance: Tensor, layout: TokenLayout) -> np.ndarray:
     whole = importance[~importance.isnan().any(1)][:MAX_MAPS]
     energy = layout.patch_map(whole.detach().cpu().double().square())  # [b, views, rows, columns]
     return (energy / energy.mean((1, 2, 3), keepdim=True).clamp_min(1e-300)).flatten(0, 1)[:MAX_MAPS].numpy()
-
-
-def _pairs(values: Tensor, errors: Tensor) -> list[tuple[float, float]]:
-    return list(zip(values.tolist(), errors.tolist(), strict=True))
-
-
-def _unit(layout: TokenLayout) -> str:
-    return "scene" if layout.views > 1 else "image"
