@@ -375,7 +375,7 @@ def test_bf16_changes_little(photos, tmp_path, no_figures):
     ("options", "message"),
     [
         (("--ratios", "a"), "--ratios: expected a list such as 0.1,0.3, got 'a'"),
-        (("--ratios", "1.0"), "ratio: expected a share of the patch tokens from 0 up to, but without, 1, got 1"),
+        (("--ratios", "1.0"), "--ratios: expected a share of the patch tokens from 0 up to, but without, 1, got 1"),
         (("--stages", "8,4"), "--stages: expected ascending blocks"),
         (("--stages", "4,4"), "--stages: expected ascending blocks, each once, got [4, 4]"),
         (("--stages", "11"), "--stages: expected blocks from 0 to 10"),
