@@ -243,6 +243,7 @@ def _diagnose_layer(
                 seed=request.seed + _SEEDS * index,
                 rtol=request.rtol,
                 precision=request.precision,
+                batch_size=1 if probe.device.type == "cpu" else None,  # where an image takes long, one is lost at most
                 convergence_samples=max(0, request.convergence_samples - done),
                 on_progress=progress.advance,
                 parts=parts.of(probe.layer, index),

@@ -148,9 +148,8 @@ def token_importance(spectrum: Spectrum) -> Tensor:
     return spectrum.metric().importance()
 
 
-# On a CPU the tangents of one sample already fill the cores, and an interruption loses one sample at most; on a GPU
-# more of them hide the launches.
-MAX_SAMPLES = {"cpu": 1, "cuda": 64}
+# On a CPU a few samples already fill the cores; on a GPU more of them hide the launches.
+MAX_SAMPLES = {"cpu": 2, "cuda": 64}
 
 _Result = TypeVar("_Result")
 

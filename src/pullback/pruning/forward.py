@@ -178,17 +178,7 @@ def scored(tokens: Tensor, context: ScoreContext, score: Score) -> Tensor:
     if not isinstance(scores, Tensor) or scores.shape != tokens.shape[:2]:
         got = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
         raise PullbackError(f"score: expected one number per token, {list(tokens.shape[:2])}, got {got}.")
-    if not torch.compiler.is_compiling() and not _is_captured(scores) and bool(scores.isnan().any()):
-        raise PullbackError(
-            f"score: expected numbers, got NaN for {int(scores.isnan().sum())} of {scores.numel()} tokens after block "
-            f"{context.layer}. Which of them are the lowest is not defined; check the score, or the images."
-        )
     return scores
-
-
-def _is_captured(x: Tensor) -> bool:
-    """Whether values cannot be read now: x has none, or is recorded into a CUDA graph."""
-    return x.is_meta or (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _destinations(tokens: Tensor, context: ScoreContext, plan: PrunePlan) -> Tensor:

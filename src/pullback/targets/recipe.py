@@ -28,7 +28,7 @@ from pullback.randnla import Estimate, Streams, choose_method, leading_modes
 from pullback.randnla.modes import USUAL_DEPTH, capture_ratio
 from pullback.randnla.svd import default_block
 
-MAX_SAMPLES = {"cpu": 1, "cuda": 64}
+MAX_SAMPLES = {"cpu": 4, "cuda": 64}
 
 
 @dataclass(frozen=True)
