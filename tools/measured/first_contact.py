@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .common import joined, read, said, source, table
+from .common import digits, joined, read, said, source, table
 
 JOBS, KILLED, KILLED_LATER = "readme_jobs_cpu.json", "crash_cpu.json", "crash_30s.json"
 
@@ -10,7 +10,7 @@ JOBS, KILLED, KILLED_LATER = "readme_jobs_cpu.json", "crash_cpu.json", "crash_30
 def jobs() -> str:
     found = read(JOBS)
     rows = [
-        [row["job"], row["language"], "works" if row["worked"] else "**fails**", f"{row['seconds']:.0f} s"]
+        [row["job"], row["language"], "works" if row["worked"] else "**fails**", f"{digits(row['seconds'], 2)} s"]
         for row in found["rows"]
     ]
     return joined(
