@@ -140,8 +140,9 @@ def run_comparison(request: PruneRequest, out: Path, progress: Progress) -> dict
     skipped: list[SkippedImage] = []
     seen: list[str] = []
     shown = Examples(scores)
-    costly = next((models[rule] for rule in wanted if not scores.deployable(rule)), None)
-    at_a_time = request.batch if costly is None else _at_a_time(request, subject, scores, costly, costs, files, pixels)
+    # a Jacobian takes long on a CPU: one by one, a killed run loses one image at most, and no number depends on it
+    one_by_one = backbone.device.type == "cpu" and not all(scores.deployable(rule) for rule in wanted)
+    at_a_time = 1 if one_by_one else request.batch
     progress.work("pruning", len(files[: request.limit]) * len(wanted), "rows")
     for paths, images in batches(stream_images(files, pixels, request.limit), at_a_time, skipped):
         keys, truth = [_key(path, request.images) for path in paths], [classes(path) for path in paths if classes]
@@ -184,30 +185,6 @@ def run_comparison(request: PruneRequest, out: Path, progress: Progress) -> dict
     }
     write_json(out / SUMMARY, document)
     return document
-
-
-def _at_a_time(
-    request: PruneRequest,
-    subject: Subject,
-    scores: Scores,
-    costly: PrunedModel,
-    costs: Costs,
-    files: Sequence[Path],
-    pixels: PixelFormat,
-) -> int:
-    """Return how many images to take at a time where Jacobians are computed for them: as many as were asked for, or as
-    `SAVE_EVERY` seconds are enough for, since so much a killed run may lose.
-
-    The first image is timed once and the answer kept: a run that goes on has the same batches."""
-    if costs.pace is None:
-        found = next(batches(stream_images(files, pixels, 1), 1, []), None)
-        if found is None:
-            return request.batch  # no image can be read, which is said elsewhere
-        scores.begin([_key(found[0][0], request.images)])
-        begun = time.perf_counter()
-        subject.output(costly, found[1].to(subject.backbone.device))
-        costs.keep_pace(time.perf_counter() - begun)
-    return max(1, min(request.batch, int(SAVE_EVERY / max(costs.pace or 0.0, 1e-9))))
 
 
 def _write_examples(
@@ -432,7 +409,6 @@ class Costs:
         stored = stored if stored.get("machine") == machine else {}
         self.rules = {Rule(row["preset"], row["score"], row["ratio"]): row for row in stored.get("rules", [])}
         self.unpruned_flops: int | None = stored.get("unpruned_flops")
-        self.pace: float | None = stored.get("seconds_of_the_first_image")
 
     def complete(
         self,
@@ -465,16 +441,10 @@ class Costs:
             "cannot be made of the tokens that these plans leave."
         ]
 
-    def keep_pace(self, seconds: float) -> None:
-        """Keep how long the costliest rule took on the first image."""
-        self.pace = seconds
-        self._write()
-
     def _write(self) -> None:
         document = {
             "machine": self._machine,
             "unpruned_flops": self.unpruned_flops,
-            "seconds_of_the_first_image": self.pace,
             "rules": [*self.rules.values()],
         }
         write_json(self._path, document)
