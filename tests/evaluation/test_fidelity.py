@@ -1,6 +1,7 @@
 """Degradation of outputs whose distance is known by hand."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -121,3 +122,8 @@ def test_degradation_of_the_outputs_of_models():
 
 def test_an_error_that_does_not_exist_is_none():
     assert degradation(torch.ones(1, 2, 2), torch.zeros(1, 2, 2), depth=True).rows()[0]["value"] is None
+
+
+def test_of_a_model_with_depth_and_logits_the_depth_is_measured():
+    output = SimpleNamespace(predicted_depth=torch.ones(2, 4, 4), logits=torch.ones(2, 5))
+    assert measure_of(output) == "silog" and measure_of(SimpleNamespace(logits=torch.ones(2, 5))) == "cosine"

@@ -25,7 +25,13 @@ LOG_FLOOR = 1e-3
 """Depth heads end in a ReLU, so log needs a floor: this share of the median of the unchanged prediction."""
 SECOND_WEIGHT = 0.85
 """The lambda of SILog that is reported beside 1."""
-_EMBEDDINGS = ("image_embeds", "pooler_output", "logits")  # of the outputs of models, before their depth maps
+_OUTPUTS: dict[str, Measure] = {
+    "image_embeds": "cosine",
+    "pooler_output": "cosine",
+    "predicted_depth": "silog",
+    "logits": "cosine",
+}
+"""What is measured of a model's output: the first of these that it has, since depth models may have logits beside."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +74,9 @@ def _readable(output: Any, depth: bool) -> tuple[Measure, Tensor]:
     if isinstance(output, Tensor):
         vectors = output.ndim == 2 and output.shape[1] > 1  # a single number, such as one logit, has no direction
         return "silog" if depth else "cosine" if vectors else "relative_l2", output
-    for name in _EMBEDDINGS:
+    for name, measure in _OUTPUTS.items():
         if isinstance(getattr(output, name, None), Tensor):
-            return "cosine", getattr(output, name)
-    if isinstance(getattr(output, "predicted_depth", None), Tensor):
-        return "silog", output.predicted_depth
+            return measure, getattr(output, name)
     raise PullbackError(
         f"degrade: {type(output).__name__} has neither an embedding nor a depth map; pass a function of both outputs."
     )
