@@ -208,9 +208,22 @@ def train_from_command_line(
     description: str | None, recipe: type[SceneRecipe], run: type[_Run], *, evaluate: int
 ) -> tuple[_Run, int]:
     """Train as the command line says. Returns the run, and how many held-out scenes to evaluate it on."""
-    arguments = ("steps", "batch", "learning_rate", "seed")
+    parser = training_parser(description, recipe)
+    parser.add_argument("--evaluate", type=int, default=evaluate, help="held-out scenes at the end")
+    found = parser.parse_args()
+    device, compiled = chosen_device(found)
+    going = run(recipe(**chosen(found)), found.out, device, compiled=compiled)
+    going.train(log_every=found.log_every, save_every=found.save_every, seconds=found.seconds)
+    return going, found.evaluate
+
+
+_CHOSEN = ("steps", "batch", "learning_rate", "seed")
+
+
+def training_parser(description: str | None, recipe: type[SceneRecipe]) -> argparse.ArgumentParser:
+    """Make the command line that all recipes share."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name in arguments:
+    for name in _CHOSEN:
         default = getattr(recipe, name)
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -219,13 +232,18 @@ def train_from_command_line(
     parser.add_argument("--log-every", type=int, default=50)
     parser.add_argument("--save-every", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=math.inf, help="stop after about so long; call again to go on")
-    parser.add_argument("--evaluate", type=int, default=evaluate, help="held-out scenes at the end")
-    found = parser.parse_args()
+    return parser
+
+
+def chosen(found: argparse.Namespace) -> dict[str, Any]:
+    """Return the fields of the recipe that the command line sets."""
+    return {name: getattr(found, name) for name in _CHOSEN}
+
+
+def chosen_device(found: argparse.Namespace) -> tuple[torch.device, bool]:
+    """Return the device, and whether the run is compiled on it."""
     device = torch.device(found.device)
-    chosen = recipe(**{name: getattr(found, name) for name in arguments})
-    going = run(chosen, found.out, device, compiled=device.type == "cuda" and not found.no_compile)
-    going.train(log_every=found.log_every, save_every=found.save_every, seconds=found.seconds)
-    return going, found.evaluate
+    return device, device.type == "cuda" and not found.no_compile
 
 
 @torch.no_grad()
@@ -244,3 +262,13 @@ def draw_weights(network: nn.Module, seed: int) -> torch.Generator:
 def signed(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     """Uniform in [-1, 1)."""
     return 2 * torch.rand(shape, generator=generator) - 1
+
+
+def relit(rgb: Tensor, generator: torch.Generator, strength: float = 1.0) -> Tensor:
+    """Pictures [B, 3, H, W] in [0, 1] in another light: exposure, contrast and colour, each picture its own. Draws come
+    from the CPU, so that they are the same on every device."""
+    count = len(rgb)
+    gain, contrast = (1 + 0.2 * strength * signed((count, 1, 1, 1), generator).to(rgb.device) for _ in range(2))
+    tint = 1 + 0.1 * strength * signed((count, 3, 1, 1), generator).to(rgb.device)
+    mean = rgb.mean((-3, -2, -1), keepdim=True)
+    return (((rgb - mean) * contrast + mean * gain) * tint).clamp(0, 1)

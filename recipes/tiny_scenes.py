@@ -21,7 +21,7 @@ from pullback.runs.files import write_network
 from pullback.scenes.render import CLASSES, SceneBatch, normalised, render
 from pullback.scenes.splits import HELD_OUT as HELD_OUT
 from recipes.evaluate_tiny_scenes import evaluate
-from recipes.scene_run import SceneRecipe, SceneRun, draw_weights, signed, train_from_command_line
+from recipes.scene_run import SceneRecipe, SceneRun, draw_weights, relit, train_from_command_line
 
 
 @dataclass(frozen=True)
@@ -93,11 +93,8 @@ class Examples:
         and colour. Draws come from the CPU, so that they are the same on every device."""
         count, device = len(self.label), self.label.device
         mirrored = (torch.rand(count, generator=generator) < 0.5).to(device)
-        gain, contrast = (1 + spread * signed((count, 1, 1, 1), generator).to(device) for spread in (0.2, 0.2))
-        tint = 1 + 0.1 * signed((count, 3, 1, 1), generator).to(device)
-        mean = self.rgb.mean((-3, -2, -1), keepdim=True)
-        rgb = ((self.rgb - mean) * contrast + mean * gain) * tint
-        pictures = torch.where(mirrored[:, None, None, None], rgb.flip(-1), rgb).clamp(0, 1)
+        rgb = relit(self.rgb, generator)
+        pictures = torch.where(mirrored[:, None, None, None], rgb.flip(-1), rgb)
         where = mirrored[:, None, None]
         depth = torch.where(where, self.depth.flip(-1), self.depth)
         return Examples(pictures, depth, torch.where(where, self.valid.flip(-1), self.valid), self.label)
@@ -108,13 +105,13 @@ def losses(model: TinyScenes, examples: Examples, recipe: Recipe) -> dict[str, T
     output = model(normalised(examples.rgb))
     error = (output.predicted_depth.log() - examples.depth.clamp_min(1e-3).log()) * examples.valid
     depth = error.abs().sum() / examples.valid.sum()
-    edges = _differences(error, examples.valid)
+    edges = differences(error, examples.valid)
     classes = F.cross_entropy(output.logits, examples.label, label_smoothing=0.05)
     total = depth + recipe.gradient_weight * edges + recipe.class_weight * classes
     return {"loss": total, "depth": depth, "edges": edges, "class": classes}
 
 
-def _differences(error: Tensor, valid: Tensor) -> Tensor:
+def differences(error: Tensor, valid: Tensor) -> Tensor:
     """Mean |difference of neighbouring errors|, along rows and columns, at distances 1, 4 and 16."""
     total = error.new_zeros(())
     for step in (1, 4, 16):

@@ -27,6 +27,7 @@ WIDTH, HEADS = 24, 3
 TRAINED_GRID = (3, 3)  # the position embeddings fit this one; others are interpolated
 GRIDS = (TRAINED_GRID, (2, 2), (2, 3), (4, 1))
 DOWNSAMPLED, ONE_LOGIT = "depth-3x4", "logit-3"  # stand for the registry's depth-GxG and logit-K
+FOR_KNOWN_WEIGHTS = {"dinov2": {"depth", "depth-GxG"}}  # decoders that ship, tested in tests/decoders/test_depth.py
 FROM_FOLDER = {"saliency"}  # decoders that come with a folder, tested in tests/decoders/test_saliency.py
 
 

@@ -81,8 +81,6 @@ class AnyBackbone(ABC):
     network whose layers are no such blocks leaves them out; its products come from `torch.func`.
     """
 
-    views: ClassVar[bool] = False  # a sample is several views of a scene, [S, 3, H, W], not one image
-    unit: ClassVar[str] = "images"  # what samples are called
     default_decoder: ClassVar[str] = "cls"
 
     name: str
@@ -145,6 +143,16 @@ class AnyBackbone(ABC):
     # What follows from it
 
     @property
+    def views(self) -> bool:
+        """Whether a sample is several views of a scene, [S, 3, H, W], and not one image."""
+        return False
+
+    @property
+    def unit(self) -> str:
+        """What samples are called."""
+        return "scenes" if self.views else "images"
+
+    @property
     def default_layer(self) -> int:
         """The last but one: the last whose features still pass through attention."""
         return max(0, self.depth - 2)
@@ -185,6 +193,20 @@ class AnyBackbone(ABC):
                 f"layer: expected a block index from 0 to {self.depth - 1} ({self.name} has {self.depth} blocks; "
                 f"layer l is the output of block l), got {layer!r}."
             )
+
+    def layer_name(self, layer: int) -> int | str:
+        """Return what files and the command line call a layer: its index, unless the network has names for them."""
+        return layer
+
+    def layout_of(self, features: Tensor) -> TokenLayout:
+        """Return where the tokens of features [B, N, D] sit that do not say it themselves: as in a square image."""
+        if self.views:  # the number of tokens alone does not tell how many views they are
+            raise ShapeError(
+                "features: expected what probe.features(scenes) returned (sums, scalings and batch slices of it keep "
+                f"the layout of the views), got a plain {type(features).__name__} {list(features.shape)}. Under "
+                "torch.func transforms use probe.bind(features)."
+            )
+        return TokenLayout.square(features.shape[1], self.prefix)
 
     def gathered(self, positions: Tensor) -> AnyBackbone:
         """Return this backbone for the tokens at ``positions`` [B, n] of the full sequence alone."""

@@ -70,20 +70,21 @@ def _hash(backbone: AnyBackbone, dtype: torch.dtype) -> str:
 def _tensors(backbone: AnyBackbone) -> Iterator[Tensor]:
     """Yield the weights of the blocks and the final norm; of networks without such blocks all parameters, by name."""
     if backbone.blocks:
-        yield from _within((backbone.blocks, backbone.norm))
+        yield from tensors_within((backbone.blocks, backbone.norm))
     else:
         yield from (value for _, value in sorted(backbone.model.named_parameters()))
 
 
-def _within(part: object) -> Iterator[Tensor]:
+def tensors_within(part: object) -> Iterator[Tensor]:
+    """Yield the tensors of a block, a norm or a tuple of them, in the order of their fields."""
     if isinstance(part, Tensor):
         yield part
     elif isinstance(part, tuple):
         for item in part:
-            yield from _within(item)
+            yield from tensors_within(item)
     elif is_dataclass(part):
         for field in fields(part):
-            yield from _within(getattr(part, field.name))
+            yield from tensors_within(getattr(part, field.name))
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -361,7 +361,7 @@ def reason_of(error: Exception) -> str:
 def centre_crop(file: Path | BinaryIO | Image.Image, wanted: PixelFormat) -> Image.Image:
     """Open an image, turn it upright, convert it to RGB, resize and crop; its size is checked before decoding."""
     with upright(file) as image:
-        scaled = _scaled_size(image.width, image.height, wanted.size)
+        scaled = scaled_size(image.width, image.height, wanted.size)
         _check_pixels(*scaled, "would have, once resized,")
         rgb = to_rgb(image)
     if rgb.size != scaled:
@@ -390,8 +390,8 @@ def _check_pixels(width: int, height: int, verb: str) -> None:
         raise Unusable(f"image bomb: {verb} {width}×{height} = {width * height} pixels, the limit is {MAX_PIXELS}")
 
 
-def _scaled_size(width: int, height: int, crop: tuple[int, int]) -> tuple[int, int]:
-    """(width, height) that just covers crop · 256/224; the longer side is rounded down as torchvision and HF do."""
+def scaled_size(width: int, height: int, crop: tuple[int, int]) -> tuple[int, int]:
+    """Return (width, height) that covers crop · 256/224; the longer one is rounded down as torchvision and HF do."""
     numerator, denominator = _RESIZE_RATIO
     cover_h, cover_w = (round(side * numerator / denominator) for side in crop)
     if cover_h * width >= cover_w * height:  # the height decides

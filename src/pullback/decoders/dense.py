@@ -2,32 +2,38 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pullback.backbones import AnyBackbone, Backbone
+from pullback.backbones.shipped import shipped
 from pullback.decoders.decoder import Decoder
 from pullback.decoders.identity import check_version
-from pullback.errors import DecoderError
+from pullback.errors import DecoderError, ModelError, first_line
+from pullback.models.dpt import DPTDepth, DPTDepthConfig
+from pullback.registry import BACKBONES
 from pullback.tokens import TokenLayout
+
+DPT_DEPTH = "dpt-depth"
+"""What config.json calls a depth head by itself."""
 
 
 def depth(backbone: Backbone, *grid: str | int) -> Decoder:
-    """The DPT depth map of Depth Anything, [B, H, W], or averaged down to ``grid``, rows and columns of cells.
+    """The DPT depth map of a model, [B, H, W], or averaged down to ``grid``, rows and columns of cells.
 
-    It reads four layers, normalised as the checkpoint says (`hooks_normed`), and ends in a ReLU.
+    Of Depth Anything and tiny-scenes it is the model's own, which reads four layers, normalised as the checkpoint says
+    (`hooks_normed`). For a DINOv2 whose weights are known, a head comes with the package (`DPTDepth`): metres.
     """
     name, cells = depth_name(*grid)
     neck, head = getattr(backbone.model, "neck", None), getattr(backbone.model, "head", None)
     if not backbone.hook_layers or neck is None or head is None:
-        raise DecoderError(
-            f"decoder: 'depth' needs a model with a DPT head such as Depth Anything, got {backbone.name} "
-            f"({backbone.family})."
-        )
+        return depth_decoder(shipped_depth_head(backbone), *grid)
 
     def decode(taps: Sequence[Tensor], layout: TokenLayout) -> Tensor:
         rows, columns = layout.grid
@@ -35,6 +41,66 @@ def depth(backbone: Backbone, *grid: str | int) -> Decoder:
         return averaged(full, cells)
 
     return Decoder(name, backbone.hook_layers, decode, normed=backbone.hooks_normed)
+
+
+def depth_decoder(head: DPTDepth, *grid: str | int) -> Decoder:
+    """The decoder of a depth head by itself, such as one that `recipes/dinov2_depth.py` trained.
+
+    It has to be on the device and in the dtype of the model (`load_depth_head`).
+    """
+    name, cells = depth_name(*grid)
+
+    def decode(taps: Sequence[Tensor], layout: TokenLayout) -> Tensor:
+        return averaged(head(taps, *layout.grid), cells)
+
+    return Decoder(name, head.config.hooks, decode)
+
+
+def shipped_depth_head(backbone: AnyBackbone) -> DPTDepth:
+    """Load the depth head that comes with the package for the weights of this backbone."""
+    needs = (
+        f"decoder: 'depth' needs a model with a DPT head such as Depth Anything, got {backbone.name} "
+        f"({backbone.family})"
+    )
+    family = BACKBONES.get(backbone.family)
+    if family is None or "depth" not in family.decoders:
+        raise DecoderError(f"{needs}.")
+    fix = (
+        "Train a head for these weights (recipes/dinov2_depth.py in the repository) and pass "
+        "decoder=depth_decoder(load_depth_head(FOLDER)), both of pullback.decoders.dense."
+    )
+    try:
+        folder = shipped(DPT_DEPTH, backbone, fix=fix)
+    except ModelError as error:
+        reason = str(error).removeprefix("model: ")
+        raise DecoderError(f"{needs}, or weights for which the package has one: {reason}") from None
+    return load_depth_head(folder, backbone.device, backbone.dtype)
+
+
+def load_depth_head(
+    folder: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
+) -> DPTDepth:
+    """Load a depth head that `recipes/dinov2_depth.py` wrote: config.json and model.safetensors."""
+    from safetensors.torch import load_file
+
+    path = Path(folder)
+    try:
+        stored = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DecoderError(
+            f"folder: {path / 'config.json'} cannot be read ({first_line(error)}). Expected the folder of a depth head."
+        ) from None
+    kind = stored.get("kind") if isinstance(stored, dict) else None
+    if kind != DPT_DEPTH:
+        raise DecoderError(f"folder: {path} holds {kind or 'no part of this package'}, expected a {DPT_DEPTH}.")
+    try:
+        head = DPTDepth(DPTDepthConfig.from_dict(stored)).to(device=device, dtype=dtype)
+        head.load_state_dict(load_file(path / "model.safetensors"))
+    except Exception as error:  # OSError, SafetensorError, and RuntimeError with many lines where shapes differ
+        raise DecoderError(
+            f"folder: the weights in {path} cannot be used: {first_line(error)} Train it again."
+        ) from None
+    return head.eval().requires_grad_(False)
 
 
 def depth_name(*grid: str | int) -> tuple[str, tuple[int, int] | None]:
