@@ -31,9 +31,9 @@ ALLOWED = {
     "scenes": {"data"},
     "report": {"runs"},
     "backbones": {"operators", "models", "data"},
-    "decoders": {"backbones", "operators"},  # operators: to tell a lack of memory from a failing decoder
+    "decoders": {"backbones", "models", "operators"},  # operators: to tell a lack of memory from a failing decoder
     "probes": {"operators", "backbones", "decoders", "data"},
-    "geometry": PROBES | {"__init__"},
+    "geometry": PROBES | {"evaluation", "__init__"},
     "targets": PROBES | {"geometry", "__init__"},
     "learning": LEARNED | {"__init__"},
     "pruning": LEARNED | {"__init__"},

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import tables
-from measured import common, geometry
+from measured import bottleneck, bottleneck_spn, bottleneck_uses, common, geometry
 
 # What looks like a measurement: an error bar, a p-value, a time, a size, a rate, a factor, a percentage, a correlation.
 FIGURE = re.compile(
@@ -28,6 +28,8 @@ SETTINGS = (
     "and 0.85 beside it",
     "no p is below 0.12",
     "T = 0.07",
+    "focal length of 1.23 times",
+    "f / 1.23",
 )
 
 
@@ -70,6 +72,74 @@ def test_a_result_of_an_uncommitted_tree_is_marked(results):
     assert common.UNCOMMITTED not in common.source(name)
     changed(results / name, commit="0123456789-dirty")
     assert common.UNCOMMITTED in common.source(name)
+
+
+def test_a_case_of_another_machine_than_its_file_is_named(results):
+    written = bottleneck.kinds()
+    assert "(NVIDIA H200, tf32, pictures of 112 pixels" in written
+    assert "except “plain autoencoder” (AMD EPYC" in written
+    for name in bottleneck.KINDS:
+        edit_case(results, name, ("machine", "device"), "another machine")
+    assert "except" not in bottleneck.kinds().partition("another machine")[0]
+
+
+def edit_case(results: Path, name: str, keys: tuple[str, ...], value: object, file: str = bottleneck.SPECTRA) -> None:
+    document = json.loads((results / file).read_text(encoding="utf-8"))
+    place = document["cases"][name]
+    for key in keys[:-1]:
+        place = place[key]
+    place[keys[-1]] = value
+    changed(results / file, cases=document["cases"])
+
+
+@pytest.mark.parametrize(
+    ("block", "name", "keys", "value", "match"),
+    [
+        (bottleneck.answer, "saliency-L11", ("after", "kappa_50", "mean"), 0.5, "Tractable: yes"),
+        (bottleneck.answer, "views-depth", ("agreement", "20", "share", "mean"), 0.9, "mostly not found"),
+        (bottleneck.agreement, "saliency-L08", ("agreement", "20", "share", "mean"), 0.1, "agrees better"),
+        (bottleneck.sizes, "size-8192", ("quality", "delta1", "mean"), 0.5, "More numbers are more faithful"),
+        (bottleneck.kinds, "gaussian", ("quality", "delta1", "mean"), 0.5, "The three are alike"),
+        (bottleneck.rank_bound, "size-256", ("rank", "numerical"), 257, "exactly the number of directions"),
+        (bottleneck.quality, "dinov2-depth", ("quality", "delta1", "mean"), 0.99, "no faithful bottleneck"),
+    ],
+)
+def test_a_bottleneck_that_measured_otherwise_contradicts_its_page(results, block, name, keys, value, match):
+    edit_case(results, name, keys, value)
+    with pytest.raises(common.WrongClaim, match=match):
+        block()
+
+
+def test_the_spn_in_the_latent_is_compared_with_the_paper_as_it_came_out(results):
+    def sentence(best: float) -> str:
+        rows = json.loads((results / bottleneck_spn.SPN).read_text(encoding="utf-8"))["rows"]
+        rows[-1]["v1"] = best
+        changed(results / bottleneck_spn.SPN, rows=rows)
+        return next(line for line in bottleneck_spn.spn().splitlines() if "(500 steps" in line)
+
+    assert "stay far below the paper's 0.710 to 0.713: the best is 0.307" in bottleneck_spn.spn()
+    assert "stay below the paper's 0.710 to 0.713: the best is 0.600" in sentence(0.6)
+    assert "The best reaches 0.800 (paper: 0.710 to 0.713)" in sentence(0.8)
+
+
+def test_a_cheaper_importance_through_the_bottleneck_would_contradict_the_page(results):
+    assert "It saves nothing" in bottleneck_uses.pruning()
+    cases = json.loads((results / bottleneck_uses.PRUNING).read_text(encoding="utf-8"))["cases"]
+    for row in cases["scenes"]["rows"]:
+        if row["score"] == "exact, bottleneck":
+            row["milliseconds"] = 1.0
+    changed(results / bottleneck_uses.PRUNING, cases=cases)
+    with pytest.raises(common.WrongClaim, match="It saves nothing"):
+        bottleneck_uses.pruning()
+
+
+def test_a_way_to_store_features_is_ahead_or_behind_outside_two_standard_errors(results):
+    assert "less than the picture as JPEG and the depth map" in bottleneck_uses.storage()
+    cases = json.loads((results / bottleneck_uses.STORAGE).read_text(encoding="utf-8"))["cases"]
+    for row in cases["scenes"]["rows"]:
+        row["delta1 more than the latent"] = {"mean": 0.01, "se": 0.006}
+    changed(results / bottleneck_uses.STORAGE, cases=cases)
+    assert "keeps" not in bottleneck_uses.storage()
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pullback.models import EMBEDDED
+from pullback import models
 
 ROOT = Path(__file__).resolve().parents[1]
 WEIGHTS = "pullback/models/weights"
@@ -33,10 +33,12 @@ def wheel(tmp_path_factory) -> Path:
     return built
 
 
-def test_the_wheel_holds_the_models_their_cards_and_the_type_marker(wheel):
+def test_the_wheel_holds_all_weights_their_cards_and_the_type_marker(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     files = ("config.json", "model.safetensors", "README.md")
-    wanted = {f"{WEIGHTS}/{model}/{file}" for model in EMBEDDED for file in files}
+    folders = {path.name for path in models.WEIGHTS.iterdir() if path.is_dir()}
+    assert folders >= set(models.EMBEDDED)
+    wanted = {f"{WEIGHTS}/{folder}/{file}" for folder in folders for file in files}
     assert wanted | {"pullback/py.typed"} <= names
     for kind in ("*.py", "*.j2"):
         sources = {path.relative_to(ROOT / "src").as_posix() for path in (ROOT / "src" / "pullback").rglob(kind)}

@@ -147,7 +147,7 @@ BACKBONES: dict[str, BackboneEntry] = {
             "dinov2",
             ("dinov2",),
             f"{_FAMILIES}:dinov2",
-            ("cls", "mean", "logits", "logit-K", "saliency"),
+            ("cls", "mean", "logits", "logit-K", "saliency", "depth", "depth-GxG"),
             "facebook/dinov2-base",
             may_lack=("mask_token",),
             assemble=f"{_OUTPUTS}:dinov2",
@@ -258,6 +258,8 @@ BACKBONES: dict[str, BackboneEntry] = {
 }
 
 _EMBEDDING, _DENSE, _VGGT = "pullback.decoders.embedding", "pullback.decoders.dense", "pullback.vggt.decoders"
+_BOTTLENECK = ("pullback.learning.bottleneck:named_decoder", "one of these behind an S2-VAE: depth@FOLDER, depth@s2vae")
+_BEHIND = r"([^@]+)@(.+)"
 DECODERS: list[DecoderEntry] = [
     DecoderEntry("cls", f"{_EMBEDDING}:class_token", "the class token after the final norm"),
     DecoderEntry("projection", f"{_EMBEDDING}:projection", "CLIP's embedding in the space that it shares with text"),
@@ -265,11 +267,12 @@ DECODERS: list[DecoderEntry] = [
     DecoderEntry("mean", f"{_EMBEDDING}:patch_mean", "the mean of the patch tokens after the final norm"),
     DecoderEntry("logits", f"{_EMBEDDING}:logits", "the logits of an image classifier"),
     DecoderEntry("logit-K", f"{_EMBEDDING}:logits", "the logit of one class, logit-281 for example", r"logit-(\d+)"),
-    DecoderEntry("depth", f"{_DENSE}:depth", "the depth map of a DPT head (Depth Anything, tiny-scenes)"),
+    DecoderEntry("depth", f"{_DENSE}:depth", "the depth map of a DPT head (Depth Anything, tiny-scenes, DINOv2-S)"),
     DecoderEntry(
         "depth-GxG", f"{_DENSE}:depth", "the depth map averaged down, depth-8x8 for example", r"depth-(\d+)x(\d+)"
     ),
     DecoderEntry("saliency", f"{_DENSE}:saliency", "the saliency head beside a fine-tuned backbone"),
+    DecoderEntry("DECODER@FOLDER", *_BOTTLENECK, _BEHIND),
     DecoderEntry(
         "camera",
         f"{_VGGT}:camera",
@@ -297,6 +300,7 @@ DECODERS: list[DecoderEntry] = [
         r"depth-([1-9]\d*)x([1-9]\d*)",
         family="vggt",
     ),
+    DecoderEntry("DECODER@FOLDER", *_BOTTLENECK, _BEHIND, family="vggt"),
 ]
 
 SCORES: dict[str, ScoreEntry] = {

@@ -34,6 +34,11 @@ class TokenLayout:
         return "scene" if self.views > 1 else "image"
 
     @property
+    def in_picture(self) -> bool:
+        """Whether its patches are places of the picture, so that a map of them can be laid over it."""
+        return True
+
+    @property
     def patches(self) -> int:
         return self.grid[0] * self.grid[1]
 

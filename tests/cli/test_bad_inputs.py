@@ -19,7 +19,7 @@ import torch
 from typer.testing import CliRunner
 
 import pullback as pb
-from helpers.pictures import write_pictures
+from helpers.pictures import encoded, write_pictures
 from pullback.cli import app
 from pullback.cli.common import BAD_INPUT, FAILED
 from pullback.learning.head import HeadConfig, ImportanceHead
@@ -35,6 +35,10 @@ TARGETS = "targets tiny-scenes --images {photos} --out {new} --size 56 --rank 2 
 HEAD = "train head --targets {store} --out {new} --device cpu --steps 2"
 SPN = (
     "train spn tiny-scenes --images {photos} --held-out {photos} --out {new} --size 56 --rank 2 --device cpu --steps 2"
+)
+BOTTLENECK = (
+    "train bottleneck tiny-scenes --images {photos} --held-out {other} --out {new} --size 56 --device cpu --steps 2 "
+    "--registers 2 --latent 4 --width 16 --heads 2 --blocks 1 --batch 2"
 )
 PRUNE = "prune tiny-scenes --images {photos} --out {new} --size 56 --device cpu --time none --scores norm --stages 4"
 UNBOUND = "plan tiny-scenes --images {photos} --heads 4=norm --size 56 --device cpu"
@@ -142,6 +146,53 @@ spn, narrow sketch | {SPN} --sketch-width 1 | --sketch-width: expected rank <= w
 spn, pairs of one | {SPN} --supervision distances --batch 1 | --batch: distance matching compares pairs
 spn, unknown supervision | {SPN} --supervision love | Invalid value for '--supervision'
 spn, out of a training of another kind | {SPN} --out {trained} | --out: .*holds a training run with other settings
+bottleneck without held-out | train bottleneck tiny-scenes --images {photos} --out {new} | Missing option '--held-out'
+bottleneck, images nowhere | {BOTTLENECK} --images nowhere | --images='nowhere': no such file or folder
+bottleneck, held-out nowhere | {BOTTLENECK} --held-out nowhere | --held-out='nowhere': no such file or folder
+bottleneck, judged by its images | {BOTTLENECK} --held-out {photos} | --held-out: expected images that the network
+bottleneck, the class token | {BOTTLENECK} --decoder cls | --decoder: 'cls' reads class or register tokens
+bottleneck, width no multiple | {BOTTLENECK} --width 30 | --width, --heads: expected width to be a multiple of 4 heads
+bottleneck, a sphere of one number | {BOTTLENECK} --latent 1 | --latent: expected at least 2 numbers a register
+bottleneck, no registers | {BOTTLENECK} --registers 0 | Invalid value for '--registers'
+bottleneck, unknown posterior | {BOTTLENECK} --posterior cauchy | Invalid value for '--posterior'
+bottleneck, KL below 0 | {BOTTLENECK} --kl-weight -1 | Invalid value for '--kl-weight'
+bottleneck, unknown distance | {BOTTLENECK} --distance miles | --distance: expected one of cosine, log, silog
+bottleneck, oblong crops | {BOTTLENECK} --size 56x84 | --size: expected a square.*Use a square size, or
+bottleneck, no whole patches | {BOTTLENECK} --size 60 | --size: 60x60 pixels are not divisible by the patch size 14
+bottleneck, of a bottleneck | {BOTTLENECK} --decoder depth@s2vae | --decoder: expected one without a bottleneck
+bottleneck, log of an embedding | {BOTTLENECK} --decoder mean --distance log | --distance: 'log' takes the logarithm
+bottleneck, a VGGT | {BOTTLENECK:tiny-views} | expects a model of single images.*fit_bottleneck
+bottleneck, images without one | {BOTTLENECK} --images {empty} | --images=.*no image found
+bottleneck, judges without one | {BOTTLENECK} --held-out {empty} | --held-out=.*no image found
+bottleneck, judges that cannot be read | {BOTTLENECK} --held-out {broken_image} | --held-out: expected at least one read
+bottleneck, size between patches | {BOTTLENECK} --size 57 | --size: 57x57 pixels are not divisible by the patch size
+bottleneck, behind another | {BOTTLENECK} --decoder depth@{vae} | --decoder: expected one without a bottleneck, got 'dep
+bottleneck, no saliency | {BOTTLENECK} --decoder saliency | --decoder: 'saliency' needs decoder.safetensors
+bottleneck, KL without end | {BOTTLENECK} --kl-weight inf | --kl-weight: expected a number that is not negative, got inf
+bottleneck, a rate that overflows | {BOTTLENECK} --learning-rate 1e30 | --learning-rate: the loss .* is NaN or infinite
+bottleneck, other registers | {BOTTLENECK} --out {squeezed} --registers 3 | --out: .*other settings .network.registers:
+bottleneck, other KL | {BOTTLENECK} --out {squeezed} --kl-weight 0.1 | --out: .*other settings .kl_weight: 0.001 there
+bottleneck, other decoder | {BOTTLENECK} --out {squeezed} --decoder mean | --out: .*other settings .*probe.decoder: 'dep
+decoder behind nowhere | {DIAGNOSE} --decoder depth@nowhere | --decoder: 'nowhere' is neither .* behind the @, or s2vae
+decoder behind a half-way run | {DIAGNOSE} --decoder depth@{unfinished} | --decoder: the training in .* not come to
+decoder behind nothing | {DIAGNOSE} --decoder depth@ | --decoder: expected one of .*DECODER@FOLDER.* got 'depth@'
+no decoder before the @ | {DIAGNOSE} --decoder @s2vae | --decoder: expected one of .*DECODER@FOLDER.* got '@s2vae'
+unknown decoder before the @ | {DIAGNOSE} --decoder words@{vae} | --decoder: expected one of .* got 'words'
+class token behind a bottleneck | {DIAGNOSE} --decoder cls@{vae} | --decoder: 'cls' reads the first 1 token
+bottleneck of other layers | {DIAGNOSE} --decoder mean@{vae} | --decoder: expected one of the layers .11., which decoder
+bottleneck of another model | diagnose tiny-views --images {photos} --decoder depth@{vae} | --decoder: it was trained fo
+bottleneck that does not ship | {DIAGNOSE} --decoder mean@s2vae | --decoder: no s2vae that comes with the package fits
+bottleneck that is a head | {DIAGNOSE} --decoder depth@{head} | --decoder: .* holds importance-head, expected s2vae
+bottleneck with half its config [1] | {DIAGNOSE} --decoder depth@{torn_vae} | --decoder: config.json in .* is no JSON
+bottleneck with half its weights [1] | {DIAGNOSE} --decoder depth@{cut_vae} | --decoder: model.safetensors in .* cannot
+latent without a bottleneck | {DIAGNOSE} --layer latent --decoder depth | --layer: only decoders with a bottleneck have
+latent, misspelled | {DIAGNOSE} --layer Latent --decoder depth@{vae} | --layer: expected a block index .*'latent-ambient
+latent, on spheres of a Gaussian | {DIAGNOSE} --layer latent --decoder depth@{gaussian} | --layer: .*expected 'ambient'
+latent in bf16 | {DIAGNOSE} --layer latent --decoder depth@{vae} --precision bf16 | --precision: expected float32 or tf3
+look at a latent | {LOOK} --layer latent --decoder depth@{vae} | --layer: .*registers have no place in the picture
+targets in no latent | {TARGETS} --layer latent --decoder depth | --layer: only decoders with a bottleneck
+spn in no latent | {SPN} --layer latent --decoder depth | --layer: only decoders with a bottleneck
+bottleneck, out of a training of another kind | {BOTTLENECK} --out {trained} | --out: .*holds a training run with other
 prune without out | prune tiny-scenes --images {photos} | Missing option '--out'
 prune, images nowhere | {PRUNE} --images nowhere | --images='nowhere': no such file or folder
 prune, ratio 1 | {PRUNE} --ratios 1 | --ratios: expected a share of the patch tokens
@@ -186,7 +237,7 @@ plan, a budget that nothing meets | {PLAN} --flops 0.01 | budget: no plan was fo
 def table() -> Iterator[tuple[str, str, int, str]]:
     for line in ROWS.strip().splitlines():
         name, typed, message = (part.strip() for part in line.split(" | ", 2))
-        for command in ("DIAGNOSE", "LOOK", "TARGETS", "HEAD", "SPN", "PRUNE", "PLAN", "UNBOUND"):
+        for command in ("DIAGNOSE", "LOOK", "TARGETS", "HEAD", "SPN", "BOTTLENECK", "PRUNE", "PLAN", "UNBOUND"):
             text = globals()[command]
             typed = re.sub(  # {TARGETS:x} has x in the place of the model
                 rf"^\{{{command}(?::(.*))?\}}(?=$| )",
@@ -209,7 +260,8 @@ def place(tmp_path_factory) -> dict[str, Path]:
     paths["photos"] = write_pictures(root / "photos", 6)
     paths["other"] = write_pictures(root / "other", 2, broken=False)
     for number in range(2):
-        (paths["other"] / f"{number:02d}.png").rename(paths["other"] / f"other-{number}.png")
+        (paths["other"] / f"{number:02d}.png").unlink()
+        (paths["other"] / f"other-{number}.png").write_bytes(encoded(100 + number))
     paths["broken_image"] = root / "broken" / "x.png"
     paths["broken_image"].parent.mkdir()
     paths["broken_image"].write_bytes(b"not a picture")
@@ -254,8 +306,11 @@ def _models(root: Path, paths: dict[str, Path]) -> None:
 
 def _runs(root: Path, paths: dict[str, Path]) -> None:
     """A training and a comparison, whole and damaged."""
-    paths["trained"], paths["compared"] = root / "trained", root / "compared"
+    for name in ("trained", "compared", "squeezed", "gaussian"):
+        paths[name] = root / name
     for typed in (
+        f"{BOTTLENECK} --out {{squeezed}}",
+        f"{BOTTLENECK} --out {{gaussian}} --posterior gaussian",
         f"{HEAD} --held-out 0.5 --out {{trained}} --width 16 --heads 2 --batch 2",
         f"{PRUNE} --out {{compared}} --limit 1 --ratios 0.5",
     ):
@@ -265,6 +320,12 @@ def _runs(root: Path, paths: dict[str, Path]) -> None:
         "uncheckpointed": "trained", "unfinished": "trained", "misread": "compared", "unsettled": "compared",
     }.items():  # fmt: skip
         paths[name] = shutil.copytree(paths[whole], root / name)
+    paths["vae"] = paths["squeezed"] / "model"
+    for name in ("torn_vae", "cut_vae"):
+        paths[name] = shutil.copytree(paths["vae"], root / name)
+    (paths["torn_vae"] / "config.json").write_text('{"kind": ')
+    weights = (paths["cut_vae"] / "model.safetensors").read_bytes()
+    (paths["cut_vae"] / "model.safetensors").write_bytes(weights[: len(weights) // 2])
     (paths["uncheckpointed"] / "checkpoint.pt").write_bytes(b"PK half of it")
     shutil.rmtree(paths["unfinished"] / "model")
     (paths["misread"] / "rows.jsonl").write_text("nonsense\n{}\n")

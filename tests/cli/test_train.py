@@ -1,4 +1,4 @@
-"""`pullback train head` and `pullback train spn`: what they write and say, how they go on, and how they fail."""
+"""`pullback train head`, `spn` and `bottleneck`: what they write and say, how they go on, and how they fail."""
 
 import os
 import shutil
@@ -21,6 +21,7 @@ from pullback.cli.common import BAD_INPUT, INTERRUPTED
 from pullback.cli.train import train
 from pullback.learning import fit as fitting
 from pullback.learning.head import ImportanceHead
+from pullback.learning.s2vae import S2VAE, S2VAEConfig
 from pullback.learning.spn import SpectralPullbackNetwork
 from pullback.targets.compute import compute_targets
 
@@ -29,6 +30,7 @@ pytest.importorskip("pyarrow", reason="pyarrow is not installed (the extra pullb
 STEPS = ("--steps", 6, "--batch", 8, "--validate-every", 3, "--device", "cpu")
 HEAD = (*STEPS, "--width", 32, "--heads", 2)
 SPN = (*STEPS, "--width", 16, "--heads", 2, "--rank", 3, "--size", "28x42")
+BOTTLENECK = (*STEPS, "--width", 16, "--heads", 2, "--blocks", 1, "--registers", 2, "--latent", 4, "--size", 28)
 
 
 @pytest.fixture
@@ -77,6 +79,11 @@ def spn(place: Path, out: Path, *options: object) -> Result:
     return run("spn", place / "model", *images, "--out", out, *SPN, *options)
 
 
+def bottleneck(place: Path, out: Path, *options: object) -> Result:
+    images = ("--images", place / "photos", "--held-out", place / "others", "--decoder", "depth-2x2")
+    return run("bottleneck", place / "dense", *images, "--out", out, *BOTTLENECK, *options)
+
+
 def same(one: torch.nn.Module, other: torch.nn.Module) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
@@ -87,7 +94,7 @@ def same(one: torch.nn.Module, other: torch.nn.Module) -> bool:
 def test_they_are_commands_of_a_larger_program():
     app = typer.Typer()
     app.add_typer(train)
-    for command, option in (("head", "--rank-weight"), ("spn", "--supervision")):
+    for command, option in (("head", "--rank-weight"), ("spn", "--supervision"), ("bottleneck", "--kl-weight")):
         result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["train", command, "--help"])
         assert result.exit_code == 0 and option in result.output and "torchrun works" in result.output
 
@@ -155,6 +162,44 @@ def test_a_network_for_a_dense_decoder(place, tmp_path, layer):
     assert (written.config.dim, written.config.origin.layer) == ((24, 2) if layer == 2 else (96, None))
 
 
+def test_a_bottleneck_is_written_with_its_scores_and_a_page(place, tmp_path, figures):
+    result = bottleneck(place, tmp_path / "run")
+    assert result.exit_code == 0, result.output
+    written = S2VAE.from_pretrained(tmp_path / "run" / "model")
+    assert (
+        written.size == 8 and written.config.origin.decoder == "depth-2x2" and written.config.origin.distance == "log"
+    )
+    shares = [f"unexplained L{layer:02d}: " for layer in written.config.layers]
+    use = f"--decoder depth-2x2@{tmp_path / 'run'}, --layer hooks or latent\n"
+    for text in (f"delta1: {written.config.scores['delta1']:.4g}", "abs rel: ", "kl: ", *shares, use):
+        assert text in result.output
+    expected = ["checkpoint.pt", "index.html", "metrics.jsonl", "model", "training.png"]
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == expected
+
+
+def test_a_bottleneck_of_another_posterior_on_the_same_features(place, tmp_path):
+    options = ("--posterior", "gaussian", "--no-vary", "--task-weight", 0, "--precision", "bf16", "--size", "28x42")
+    result = bottleneck(place, tmp_path / "run", *options)
+    assert result.exit_code == 0, result.output
+    written = S2VAE.from_pretrained(tmp_path / "run" / "model").config
+    assert written.posterior == "gaussian" and written.origin.decoder is None
+    assert written.origin.resolutions == ((28, 42),) and "--layer hooks or latent-ambient\n" in result.output
+
+
+def test_a_network_in_the_latent_of_a_bottleneck(place, tmp_path):
+    probe = pb.multi_layer_probe(place / "dense", "depth-2x2", device="cpu")
+    widths = (probe.backbone.dim,) * len(probe.layers)
+    vae = S2VAE(S2VAEConfig(widths, probe.layers, registers=4, latent=5, width=16, heads=2, blocks=1))
+    vae.save_pretrained(tmp_path / "vae")
+    through = ("--decoder", f"depth-2x2@{tmp_path / 'vae'}", "--layer", "latent")
+    options = (*through, "--size", 28, "--limit", 4, "--steps", 2, "--supervision", "spectral", "--constant-images", 3)
+    images = ("--images", place / "photos", "--held-out", place / "others")
+    result = run("spn", place / "dense", *images, "--out", tmp_path / "run", *SPN, *options)
+    assert result.exit_code == 0, result.output
+    written = SpectralPullbackNetwork.from_pretrained(tmp_path / "run" / "model")
+    assert (written.config.dim, written.config.latent, written.config.tokens) == (24, (4, 5), 4)
+
+
 def test_heads_of_a_multi_layer_store(place, tmp_path):
     probe = pb.multi_layer_probe(place / "dense", "depth-2x2", device="cpu", after_norm=False)
     compute_targets(probe, place / "photos", out=tmp_path / "store", rank=2, size=28)
@@ -166,7 +211,7 @@ def test_heads_of_a_multi_layer_store(place, tmp_path):
 # ---- how they go on
 
 
-@pytest.mark.parametrize("command", [head, spn])
+@pytest.mark.parametrize("command", [head, spn, bottleneck])
 def test_the_same_command_goes_on_where_it_was_interrupted(place, tmp_path, monkeypatch, command):
     advance, steps = fitting._Run.advance, []
 
@@ -184,7 +229,7 @@ def test_the_same_command_goes_on_where_it_was_interrupted(place, tmp_path, monk
     assert "interrupted" in stopped.output and kept in stopped.output
     resumed, whole = command(place, tmp_path / "run"), command(place, tmp_path / "whole")
     assert resumed.exit_code == whole.exit_code == 0
-    kind = ImportanceHead if command is head else SpectralPullbackNetwork
+    kind = {head: ImportanceHead, spn: SpectralPullbackNetwork, bottleneck: S2VAE}[command]
     assert same(*(kind.from_pretrained(tmp_path / name / "model") for name in ("run", "whole")))
     logs = [(tmp_path / name / "metrics.jsonl").read_text() for name in ("run", "whole")]
     assert logs[0] == logs[1] and len(logs[0].splitlines()) == 2

@@ -8,6 +8,7 @@ import torch
 import pullback as pb
 from helpers.truth import FunctionProbe, random_images, seeded, with_singular_values
 from pullback.errors import DecoderError, NumericsError
+from pullback.targets import recipe
 from pullback.tokens import TokenLayout
 
 batches = importlib.import_module("pullback.geometry.spectrum")  # the package has a function of that name
@@ -99,6 +100,18 @@ def test_the_batch_shrinks_with_the_free_memory(probe, images, monkeypatch):
     assert batches.samples_that_fit(probe, features, RANK) == batches.MAX_SAMPLES["cpu"]
     monkeypatch.setattr(batches, "free_bytes", lambda device: 1 << 10)
     assert batches.samples_that_fit(probe, features, RANK) == 1
+
+
+def test_outputs_that_are_larger_than_the_features_count_too(monkeypatch):
+    """Their J is as large as the transposed one, and so are the images of a Krylov basis."""
+    features = torch.ones(64, 2, 3, dtype=torch.float64)
+    monkeypatch.setattr(batches, "MAX_SAMPLES", {"cpu": 64})
+    monkeypatch.setattr(recipe, "MAX_SAMPLES", {"cpu": 64})
+    monkeypatch.setattr(batches, "free_bytes", lambda device: 2 * 10 * 6 * 600 * 6 * 8)
+    wide = FunctionProbe(lambda x: x.flatten(1).repeat(1, 100))
+    assert batches.samples_that_fit(wide, features, RANK) == 10
+    exact = recipe._samples_that_fit(recipe.Recipe(method="exact"), 600, features)
+    assert exact == 15, "four times the dense J, of 600 x 6"
 
 
 @pytest.mark.parametrize("method", ["auto", "exact", "krylov", "paper"])

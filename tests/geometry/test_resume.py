@@ -39,7 +39,7 @@ class Interrupted(Progress):
     def __init__(self, after: int | None = None) -> None:
         self.left, self.images, self.total = after, 0, 0
 
-    def work(self, what: str, total: int, unit: str) -> None:
+    def work(self, what: str, total: int, unit: str, done: int = 0) -> None:
         self.total = total
 
     def advance(self, count: int) -> None:

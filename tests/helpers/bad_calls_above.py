@@ -1,13 +1,18 @@
 """Wrong calls of the upper rooms, for tests/test_bad_inputs.py: learning, pruning, measures, scenes and VGGT."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from PIL import Image
+from torch.distributions import kl_divergence
 
 import pullback as pb
 from helpers.bad_inputs import Row
 from helpers.pictures import SIZE
+from helpers.vaes import tiny_vae
 from helpers.vggt_models import scenes
+from pullback.learning.train_bottleneck import FeatureSet, drawn_rows, fit_bottleneck
 
 # fmt: off
 LEARNING: list[Row] = [
@@ -73,8 +78,101 @@ LEARNING: list[Row] = [
      r"rank: expected a whole number of at least 1, got 2\.5"),
     ("train_spn: limit", lambda s: pb.train_spn(s.probe, s.photos, s.photos, rank=2, limit=1.5, size=SIZE),
      r"limit: expected a positive number of images, .* got 1\.5"),
+    ("train_bottleneck: None", lambda s: pb.train_bottleneck(None, s.photos, s.photos),
+     r"probe: expected a probe map, .* got None"),
+    ("train_bottleneck: a layer", lambda s: pb.train_bottleneck(s.probe, s.photos, s.photos),
+     r"probe: .* expected a probe at its inputs, .* got one at layer"),
+    ("train_bottleneck: config", lambda s: pb.train_bottleneck(inputs(s), s.photos, s.photos, config={"steps": 1}),
+     r"config: expected a FitConfig, or None"),
+    ("train_bottleneck: variation", lambda s: pb.train_bottleneck(inputs(s), s.photos, s.photos, variation="strong"),
+     r"variation: expected a Variation .* got 'strong'"),
+    ("train_bottleneck: registers", lambda s: pb.train_bottleneck(inputs(s), s.photos, s.photos, registers=1.5),
+     r"registers: expected a whole number of at least 1, got 1\.5"),
+    ("train_bottleneck: kl_weight", lambda s: pb.train_bottleneck(inputs(s), s.photos, s.photos, kl_weight=-1),
+     r"kl_weight: expected a number that is not negative, got -1"),
+    ("train_bottleneck: images", lambda s: pb.train_bottleneck(inputs(s), None, s.photos),
+     r"path: expected a file, a folder, .* got None"),
+    ("train_bottleneck: class token", lambda s: pb.train_bottleneck(replace(s.probe, at="inputs"), s.photos, s.photos),
+     r"decoder: 'cls' reads class or register tokens"),
+    ("train_bottleneck: held-out None", lambda s: pb.train_bottleneck(inputs(s), s.photos, None),
+     r"held_out: expected a file, a folder, .* got None"),
+    ("train_bottleneck: size", lambda s: pb.train_bottleneck(inputs(s), s.photos, s.photos, size=29),
+     r"size: 29x29 pixels are not divisible by the patch size"),
+    ("train_bottleneck: a bottleneck", lambda s: pb.train_bottleneck(compressed(s), s.photos, s.photos),
+     r"decoder: expected one without a bottleneck, got 'mean@2x4'"),
+    ("fit_bottleneck: train", lambda s: fit_bottleneck(inputs(s), None, held(s)),
+     r"train: expected a function that draws batches, .* got None"),
+    ("fit_bottleneck: held-out", lambda s: fit_bottleneck(inputs(s), drawn_rows(held(s)), s.images),
+     r"held_out: expected a FeatureSet, .* got Tensor"),
+    ("fit_bottleneck: options", lambda s: fit_bottleneck(inputs(s), drawn_rows(held(s)), held(s), {"registers": 2}),
+     r"options: expected BottleneckOptions, or None"),
+    ("fit_bottleneck: config", lambda s: fit_bottleneck(inputs(s), drawn_rows(held(s)), held(s), config=3),
+     r"config: expected a FitConfig, or None, got 3"),
+    ("fit_bottleneck: seconds", lambda s: fit_bottleneck(inputs(s), drawn_rows(held(s)), held(s), seconds=float("nan")),
+     r"seconds: expected a number of seconds, .* got nan"),
+    ("compressed_probe: a folder", lambda s: pb.compressed_probe(inputs(s), s.folder), r"vae: expected an S2VAE; .*"),
+    ("compressed_probe: twice", lambda s: pb.compressed_probe(compressed(s), compressed(s).decoder.vae),
+     r"decoder: expected one without a bottleneck, got 'mean@2x4'"),
+    ("latent_probe: space", lambda s: pb.latent_probe(inputs(s), compressed(s).decoder.vae, space="ball"),
+     r"space: expected one of sphere, ambient, got 'ball'"),
+    ("encoder_probe: None", lambda s: pb.encoder_probe(inputs(s), None), r"vae: expected an S2VAE; .* got None"),
+    ("load_probe: no latent", lambda s: pb.load_probe(s.model, "mean", "latent"),
+     r"layer: only decoders with a bottleneck have a latent, expected one such as mean@FOLDER, got 'mean'"),
+    ("load_probe: nothing behind the @", lambda s: pb.load_probe(s.model, "mean@"),
+     r"decoder: expected one of cls, .* DECODER@FOLDER, .* got 'mean@'"),
+    ("load_probe: @ nowhere", lambda s: pb.load_probe(s.model, f"mean@{s.folder / 'nowhere'}"),
+     r"decoder: '.*nowhere' is neither a folder nor a hub id"),
+    ("load_probe: @ pictures", lambda s: pb.load_probe(s.model, f"mean@{s.photos}"),
+     r"decoder: .*photos has no config\.json"),
+    ("load_probe: none ships", lambda s: pb.load_probe(s.model, "mean@s2vae"),
+     r"decoder: no s2vae that comes with the package fits .* Train one: pullback train bottleneck"),
+    ("agreement: None", lambda s: pb.agreement(inputs(s), None, s.images), r"probe: expected a probe map, .* got None"),
+    ("agreement: rank", lambda s: pb.agreement(inputs(s), inputs(s), s.images, 0),
+     r"rank: expected one or several numbers from 1 up, got 0"),
+    ("agreement: rtol", lambda s: pb.agreement(inputs(s), inputs(s), s.images, 2, rtol=-1),
+     r"rtol: expected a relative error such as 1e-4, got -1"),
+    ("agreement: summary", lambda s: pb.agreement(inputs(s), inputs(s), s.images, 2).summary("love"),
+     r"name: expected one of captured, .* got 'love'"),
+    ("PowerSpherical: loc None", lambda s: pb.PowerSpherical(None, 1.0), r"loc: expected a tensor of unit vectors"),
+    ("PowerSpherical: overflow", lambda s: pb.PowerSpherical(unit(), torch.tensor(1e39)),
+     r"concentration: expected finite numbers that are not negative, got inf in torch\.float32"),
+    ("PowerSpherical: value None", lambda s: pb.PowerSpherical(unit(), 1.0).log_prob(None),
+     r"value: expected a tensor of directions \[\.\.\., 3\], got None"),
+    ("PowerSpherical: whole numbers", lambda s: pb.PowerSpherical(unit(), 1.0).log_prob(torch.tensor([1, 0, 0])),
+     r"value: expected floating-point numbers, got torch\.int64"),
+    ("HypersphericalUniform: dim", lambda s: pb.HypersphericalUniform(1), r"dim: expected the number of coordinates"),
+    ("HypersphericalUniform: dtype", lambda s: pb.HypersphericalUniform(3, dtype=torch.int64),
+     r"dtype: expected a floating-point one, .* got torch\.int64"),
+    ("kl_divergence: batches", lambda s: kl_divergence(
+        pb.PowerSpherical(unit().expand(4, 3), 1.0), pb.HypersphericalUniform(3, (5,))),
+     r"q: expected a batch shape that broadcasts with \[4\], that of p, got \[5\]"),
+    ("S2VAE: config", lambda s: pb.S2VAE({"registers": 3}), r"config: expected an S2VAEConfig"),
+    ("S2VAE: layout", lambda s: compressed(s).decoder.vae.encode(inputs(s).features(s.images), None),
+     r"layout: expected a TokenLayout, .* got None"),
+    ("S2VAE: z", lambda s: compressed(s).decoder.vae.decode(None, pb.TokenLayout(1, (2, 2))),
+     r"z: expected registers \[B, V R, 4\], got None"),
+    ("S2VAE: from nowhere", lambda s: pb.S2VAE.from_pretrained(s.folder / "nowhere"), r"name: '.*nowhere' is neither"),
 ]
 # fmt: on
+
+
+def inputs(s) -> pb.ProbeMap:
+    """The mean of the patches, probed at what it reads."""
+    return pb.multi_layer_probe(s.model, "mean")
+
+
+def compressed(s) -> pb.ProbeMap:
+    """The same behind a small bottleneck."""
+    return pb.compressed_probe(inputs(s), tiny_vae(inputs(s)))
+
+
+def held(s) -> FeatureSet:
+    return FeatureSet.of(inputs(s).features(s.images))
+
+
+def unit() -> torch.Tensor:
+    return torch.tensor([1.0, 0.0, 0.0])
+
 
 # fmt: off
 PRUNING: list[Row] = [

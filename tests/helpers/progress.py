@@ -9,9 +9,9 @@ class Heard(Progress):
         self.counts: dict[str, list[int]] = {}
         self.current = ""
 
-    def work(self, what: str, total: int, unit: str) -> None:
+    def work(self, what: str, total: int, unit: str, done: int = 0) -> None:
         self.current = what
-        self.totals[what], self.counts[what] = total, []
+        self.totals[what], self.counts[what] = total, [done] if done else []
 
     def advance(self, count: int) -> None:
         self.counts[self.current].append(count)

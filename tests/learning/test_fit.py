@@ -192,6 +192,24 @@ def test_a_run_goes_on_from_a_checkpoint_between_two_validations(uninterrupted, 
     assert same(weights(head), expected) and (tmp_path / "metrics.jsonl").read_text("utf-8") == log
 
 
+def test_a_run_stops_after_its_time_and_goes_on_to_the_same_end(uninterrupted, tmp_path, monkeypatch):
+    clock, take_step = [0.0], fitting.Training.take_step
+
+    def slow(self, gradients):
+        clock[0] += 1.0
+        return take_step(self, gradients)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(fitting.Training, "take_step", slow)
+        patched.setattr(fitting.time, "perf_counter", lambda: clock[0])
+        steps = [run(tmp_path, seconds=4.0)[1].steps for _ in range(2)]
+    assert steps == [4, 8], "each call has its own time"
+    head, ended = run(tmp_path)
+    expected, _, log = uninterrupted
+    assert ended.steps == 11
+    assert same(weights(head), expected) and (tmp_path / "metrics.jsonl").read_text("utf-8") == log
+
+
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"nonsense"])
 def test_a_damaged_checkpoint_is_named(tmp_path, content):
     (tmp_path / "checkpoint.pt").write_bytes(content)

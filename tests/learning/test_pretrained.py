@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from pullback.errors import ModelError
 from pullback.learning.head import ImportanceHead
 from pullback.learning.pretrained import CARD, CONFIG, WEIGHTS, Origin, Pretrained
+from pullback.learning.s2vae import S2VAE
 from pullback.learning.spn import SpectralPullbackNetwork
 
 ORIGIN = Origin("dinov2", "0123abcd", 10, "cls", 20, ((224, 224), (518, 686)))
@@ -229,9 +230,21 @@ def test_a_name_that_leads_nowhere_is_refused_in_one_line(no_network):
         ImportanceHead.from_pretrained("someone/head")
 
 
-def test_a_path_that_does_not_exist_is_refused_without_asking_the_hub(tmp_path):
-    with pytest.raises(ModelError, match=r"missing' is neither a folder nor a hub id .*: Repo id must"):
-        ImportanceHead.from_pretrained(tmp_path / "missing")
+@pytest.mark.parametrize("name", ["missing", "/no/such/folder", "../missing", "a/b/c"])
+def test_a_path_that_does_not_exist_is_refused_without_asking_the_hub(name, no_network):
+    expected = (
+        rf"name: '{re.escape(name)}' is neither a folder nor a hub id .*: there is no such folder, and an id of the"
+    )
+    with pytest.raises(ModelError, match=expected):
+        ImportanceHead.from_pretrained(name)
+
+
+def test_what_comes_with_the_package_has_a_name(no_network):
+    assert S2VAE.from_pretrained("tiny-scenes-s2vae").config.origin.family == "tiny-scenes"
+    with pytest.raises(ModelError, match="holds dpt-depth, expected s2vae"):
+        S2VAE.from_pretrained("dinov2-small-depth")
+    with pytest.raises(ModelError, match="'tiny-scenes' is neither a folder"):
+        S2VAE.from_pretrained("tiny-scenes")  # a backbone
 
 
 def test_push_to_hub_uploads_exactly_the_three_files(model, tmp_path, monkeypatch):

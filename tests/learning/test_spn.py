@@ -316,11 +316,30 @@ def test_a_network_can_start_at_a_constant_subspace_and_learn_from_there(tmp_pat
     torch.testing.assert_close(again(features).modes, network(features).modes)
 
 
+def test_in_a_latent_space_it_starts_at_a_constant_subspace_whatever_the_number_of_tokens(tmp_path):
+    network = make(latent=(5, 6))
+    subspace = torch.linalg.qr(normal(30, RANK, seed=1)).Q.mT.unflatten(-1, (5, 6))
+    assert network.start_at(subspace) is network and network.config.tokens == 5
+    network.save_pretrained(tmp_path)
+    again = SpectralPullbackNetwork.from_pretrained(tmp_path)
+    assert again.config == network.config
+    for own in (network, again):
+        for tokens in (1, TOKENS):
+            modes = own(normal(2, tokens, DIM)).modes
+            span = projector(subspace.flatten(1).T)
+            for mode in modes.flatten(2):
+                assert (projector(mode.T) - span).abs().max() < 1e-5
+    target = torch.linalg.qr(normal(2, 30, RANK, seed=2)).Q.mT.unflatten(-1, (5, 6))
+    subspace_loss(network(normal(2, TOKENS, DIM)).modes, target).mean().backward()
+    assert (network.modes.weight.grad != 0).any() and (network.base.grad != 0).any()
+
+
 def test_a_start_that_does_not_fit_is_refused():
-    with pytest.raises(ShapeError, match=r"subspace: expected \[4, N, 12\] .* got \[4, 9, 11\]"):
+    with pytest.raises(ShapeError, match=r"subspace: expected \[4, N, 12\], .* got \[4, 9, 11\]"):
         make().start_at(torch.zeros(RANK, TOKENS, DIM - 1)[:, :9])
-    with pytest.raises(ShapeError, match=r"latent=\(5, 6\)"):
-        make(latent=(5, 6)).start_at(torch.zeros(RANK, TOKENS, DIM))
+    for shape in ((RANK, TOKENS, DIM), (RANK, 6, 6), (RANK + 1, 5, 6), (RANK, 30)):
+        with pytest.raises(ShapeError, match=r"subspace: expected \[4, 5, 6\], .* latent space of \(5, 6\), got \["):
+            make(latent=(5, 6)).start_at(torch.zeros(shape))
     bound = make().start_at(torch.linalg.qr(normal(TOKENS * DIM, RANK)).Q.mT.unflatten(-1, (TOKENS, DIM)))
     with pytest.raises(ShapeError, match=f"features: expected {TOKENS} tokens"):
         bound(torch.zeros(1, TOKENS + 1, DIM))

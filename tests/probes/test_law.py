@@ -11,6 +11,7 @@ import torch
 import pullback as pb
 from helpers.families import (
     DOWNSAMPLED,
+    FOR_KNOWN_WEIGHTS,
     FROM_FOLDER,
     GRIDS,
     ONE_LOGIT,
@@ -53,7 +54,8 @@ def reference(name: str, decoder: str, images: torch.Tensor) -> torch.Tensor:
 
 
 def decoders_of(kind: str) -> list[str]:
-    return [EXAMPLES.get(name, name) for name in BACKBONES[kind].decoders if name not in FROM_FOLDER]
+    elsewhere = FROM_FOLDER | FOR_KNOWN_WEIGHTS.get(kind, set())
+    return [EXAMPLES.get(name, name) for name in BACKBONES[kind].decoders if name not in elsewhere]
 
 
 NETWORKS = [*SMALL_MODELS, *VIEWS]

@@ -114,6 +114,21 @@ def test_rtol_bounds_the_relative_errors(rtol):
     assert (result.effective_rank.relative_se <= rtol).all()
 
 
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_modes_can_be_asked_to_be_accurate_whatever_the_noise_of_the_trace(seed):
+    sigma = power_law(300, 0.3)  # decays so slowly that the trace of a few probes is noisy
+
+    def found(modes_rtol):
+        op = DenseOperator(matrix(sigma, 300, 400, seed)[None])
+        knobs = {"num_probes": 8, "with_effective_rank": False, "modes_rtol": modes_rtol}
+        result = sketch(op, 10, method="krylov", streams=streams_for(op, seed), **knobs)
+        energies, truth = result.singular_values[0].square(), sigma[:10].square()
+        return ((energies - truth).abs() / truth).max().item(), result.products.total
+
+    (loose, few), (close, more) = found(None), found(1e-4)
+    assert close < 1e-4 and loose > 5 * close and more > few
+
+
 def test_a_sample_does_not_notice_its_batch_and_the_same_seed_repeats_itself():
     _, op = different_matrices()
     together, again = (sketch(op, 10, method="krylov", streams=streams_for(op)) for _ in range(2))

@@ -186,3 +186,16 @@ def test_a_hedged_regime_and_that_of_the_patches_are_printed(folder, document):
 def test_patches_at_the_null_are_marked(document):
     document["layers"][0]["cv"].update(patches=0.26, patches_indistinguishable_from_random=True)
     assert "0.26 ± 0.02, random" in printed(document, 200)
+
+
+def test_registers_are_not_called_patches_and_have_a_size_of_their_own(folder, document):
+    from pullback.report.page import write_page
+
+    registers = {"layer": "latent", "in_picture": False, "tokens": 32, "dim": 128, "regime_over_patches": None}
+    document["layers"].append({**document["layers"][0], **registers})
+    row = next(line for line in printed(document, 200).splitlines() if "CV over patches" in line)
+    assert row.count("0.80") == 2, "of three layers, two have patches"
+    write_json(folder / files.DIAGNOSIS, document)
+    page = write_page(folder, ["."]).read_text(encoding="utf-8")
+    assert page.count("<br>patches 0.8") == 2
+    assert "13 tokens of width 8 (L02, hooks) · 32 tokens of width 128 (latent)" in page

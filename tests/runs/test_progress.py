@@ -39,3 +39,13 @@ def test_lines_of_a_script_go_to_standard_error(capsys):
     lines = capsys.readouterr().err.splitlines()
     assert lines[:2] == ["loading", "worth a line"] and lines[3:] == ["L02: done"]
     assert lines[2].startswith("L02: 3/3 images"), "a script says when its work has ended, however quick it was"
+
+
+def test_what_an_earlier_run_did_took_none_of_the_time(monkeypatch):
+    now = iter([0.0, 0.0, 10.0, 10.0])
+    monkeypatch.setattr("pullback.runs.progress.time.perf_counter", lambda: next(now))
+    written = []
+    progress = Lines(written.append)
+    progress.work("training", 100, "steps", 50)
+    progress.advance(10)
+    assert written == ["training: 60/100 steps, 10 s, about 40 s left\n"]

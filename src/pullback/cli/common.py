@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 """Exit codes: the machine's fault (a full disk, a damaged file, too little memory), the command's, and Ctrl-C."""
 _OF_THE_COMMAND = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
-_KINDS = {"head": "train", "spn": "train"}
+_KINDS = {"head": "train", "spn": "train", "bottleneck": "train"}
 _OTHER_NAMES = {"path": "images", "source": "images", "folder": "out"}
 """What functions call the images, and the folder of a run. Where a command reads others too, it says so by
 `errors.naming`."""
@@ -183,13 +183,16 @@ def say_page(out: Path, figures: Sequence[str]) -> None:
 
 
 def parse_layer(text: str) -> int | str:
-    """Read a block index or "hooks"."""
-    if text == "hooks":
+    """Read a block index or the name of a place, such as "hooks"."""
+    if text in ("hooks", "latent", "latent-ambient"):
         return text
     try:
         return int(text)
     except ValueError:
-        raise PullbackError(f"layer: expected a block index such as 10, or 'hooks', got {text!r}.") from None
+        raise PullbackError(
+            f"layer: expected a block index such as 10, or 'hooks', got {text!r}. Decoders with a bottleneck also have "
+            "'latent' and 'latent-ambient'."
+        ) from None
 
 
 def one_layer(given: Sequence[str] | None) -> str | None:
@@ -223,10 +226,8 @@ def refuse_scenes(model: str, command: str, instead: str, page: str = "docs/guid
 
 
 def load_any_probe(model: str, decoder: str, layer: str | None, device: str, distance: str | None = None) -> ProbeMap:
-    """Load a probe at a block, or at all layers that a dense decoder reads when ``layer`` is "hooks"."""
-    from pullback.probes import load_probe, multi_layer_probe
+    """Load a probe at what ``layer`` says, see `parse_layer`."""
+    from pullback.probes import load_probe
 
     at = None if layer is None else parse_layer(layer)
-    if isinstance(at, str):
-        return multi_layer_probe(model, decoder, device=device, distance=distance)
     return load_probe(model, decoder, at, device=device, distance=distance)

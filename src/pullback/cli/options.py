@@ -30,7 +30,10 @@ Source = Annotated[
     ),
 ]
 Decoder = Annotated[str, typer.Option(help=decoder_help())]
-_LAYER = "`hooks`: all layers that a dense decoder reads, side by side."
+_LAYER = (
+    "`hooks`: all layers that a dense decoder reads, side by side; `latent`, `latent-ambient`: the registers of a "
+    "bottleneck (--decoder depth@FOLDER), on their spheres or as plain vectors."
+)
 Layer = Annotated[  # a list, so that a second one is refused and does not replace the first
     list[str] | None, typer.Option(help=f"Block index; {_LAYER}", show_default="the last but one")
 ]

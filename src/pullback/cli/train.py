@@ -1,4 +1,5 @@
-"""`pullback train head` and `pullback train spn`: small networks that predict the geometry from features alone."""
+"""`pullback train head`, `spn` and `bottleneck`: small networks that predict the geometry from features alone, or make
+it low-dimensional."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ if TYPE_CHECKING:
     from pullback.targets.store import TargetStore
 
 train = typer.Typer(
-    name="train", help="Learn the geometry from targets: an importance head, or the whole metric.", no_args_is_help=True
+    name="train",
+    help="Learn the geometry: an importance head, the whole metric, or a bottleneck that bounds its rank.",
+    no_args_is_help=True,
 )
 
 Steps = Annotated[int, typer.Option(min=1, help="Optimiser steps.")]
@@ -43,6 +46,7 @@ TensorBoard = Annotated[bool, typer.Option("--tensorboard", help="Write TensorBo
 
 
 _OF_SCENES = "pb.targets_of(probe, probe.features(scenes)) and a loop of your own over them"
+_BOTTLENECK_OF_SCENES = "pullback.learning.train_bottleneck.fit_bottleneck with features of scenes"
 
 
 @train.command()
@@ -178,16 +182,98 @@ def spn(
         _finish(fitted, out)
 
 
+@train.command()
+def bottleneck(
+    model: options.Model,
+    images: options.Source,
+    held_out: Annotated[str, typer.Option(help="Images for validation.")],
+    out: Out,
+    decoder: options.Decoder = "depth",
+    distance: Annotated[
+        str | None,
+        typer.Option(help="In the task loss: cosine, log or silog.", show_default="log for depth, else none"),
+    ] = None,
+    registers: Annotated[int, typer.Option(min=1, help="R, tokens that an image is held in.")] = 32,
+    latent: Annotated[int, typer.Option(min=1, help="d, numbers of each of them; the rank is at most R d.")] = 128,
+    width: Annotated[int, typer.Option(min=1, help="Of encoder and decoder.")] = 256,
+    heads: Annotated[int, typer.Option(min=1, help="Attention heads.")] = 4,
+    blocks: Annotated[int, typer.Option(min=1, help="Of the encoder, and of the decoder.")] = 3,
+    posterior: Annotated[
+        Literal["power-spherical", "gaussian", "deterministic"], typer.Option(help="Of a register, given an image.")
+    ] = "power-spherical",
+    task_weight: Annotated[float, typer.Option(min=0.0, help="Of the task's output; 0: features alone.")] = 1.0,
+    kl_weight: Annotated[float, typer.Option(min=0.0, help="Of the KL divergence, per latent number.")] = 1e-3,
+    kl_warmup: Annotated[int, typer.Option(min=0, help="Steps until the KL counts in full.")] = 500,
+    vary: Annotated[
+        bool, typer.Option("--vary/--no-vary", help="Other crops in every step, or the same features each time.")
+    ] = True,
+    size: options.Size = None,
+    limit: options.Limit = None,
+    steps: Steps = 3000,
+    batch: Batch = 64,
+    learning_rate: Rate = 1e-3,
+    validate_every: ValidateEvery = 500,
+    patience: Patience = None,
+    precision: Arithmetic = "float32",
+    tensorboard: TensorBoard = False,
+    seed: options.Seed = 0,
+    device: options.Device = "auto",
+) -> None:
+    """Train an S2-VAE for what a dense decoder reads, so that its Jacobian has rank R d at most. The same command goes
+    on; torchrun works."""
+    with _run(out, device, bottleneck) as (progress, place):
+        refuse_scenes(model, "train bottleneck", _BOTTLENECK_OF_SCENES)
+        from pullback.data.crops import CROPS
+        from pullback.data.sources import open_source
+        from pullback.learning.train_bottleneck import bottleneck_config, default_distance, train_bottleneck
+
+        config = bottleneck_config(**_given(locals()))
+        pixels, pictures = parse_size(size), open_source(images)
+        with naming("held_out"):
+            judge = open_source(held_out)
+        progress.stage(f"loading {model}")
+        fitted = train_bottleneck(
+            load_any_probe(model, decoder, "hooks", place, distance or default_distance(decoder)),
+            pictures,
+            judge,
+            registers=registers,
+            latent=latent,
+            width=width,
+            heads=heads,
+            blocks=blocks,
+            posterior=posterior,
+            task_weight=task_weight,
+            kl_weight=kl_weight,
+            kl_warmup=kl_warmup,
+            size=pixels,
+            limit=limit,
+            variation=CROPS if vary else None,
+            config=config,
+            out=out,
+            tensorboard=tensorboard,
+            progress=progress,
+        )
+        latent_layer = "latent" if fitted.spherical else "latent-ambient"
+        _finish(fitted, out, f"to use it: --decoder {decoder}@{out}, --layer hooks or {latent_layer}")
+
+
 def _config(given: Mapping[str, Any]) -> FitConfig:
-    """Return what both commands say of the training loop, by their options of the same names."""
+    """Return the training loop's settings by the options of a command with the same names."""
     from pullback.learning.fit import FitConfig as Config
 
-    return Config(**{field.name: given[field.name] for field in fields(Config) if field.name in given})
+    return Config(**_given(given))
+
+
+def _given(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a command says of the training loop."""
+    from pullback.learning.fit import FitConfig as Config
+
+    return {field.name: given[field.name] for field in fields(Config) if field.name in given}
 
 
 @contextmanager
 def _run(out: Path, device: str, command: Callable[..., None]) -> Iterator[tuple[ProgressDisplay, str]]:
-    """Surround both commands: progress, messages, and the device of this process."""
+    """Surround a command: progress, messages, and the device of this process."""
     with running(out, command) as progress, _processes(device) as place:
         try:
             yield progress, place
@@ -242,8 +328,8 @@ def _store(folder: Path) -> TargetStore:
     return store
 
 
-def _finish(model: Pretrained, out: Path) -> None:
-    """Write the model and print its scores, in one of the processes."""
+def _finish(model: Pretrained, out: Path, use: str = "") -> None:
+    """Write the model and print its scores and how to use it, in one of the processes."""
     if int(os.environ.get("RANK", "0")) != 0:
         return
     folder = model.save_pretrained(out / "model")
@@ -253,5 +339,7 @@ def _finish(model: Pretrained, out: Path) -> None:
     for name, value in scores.items():
         say(f"{name.replace('_', ' ')}: {value:.4g}")
     say(f"written to {folder}/", "bold")
+    if use:
+        say(use)
     with Drawing() as drawing:
         say_page(out, drawing.draw(out))

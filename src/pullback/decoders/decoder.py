@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from torch import Tensor, nn
 
-from pullback.backbones import TokenMap
+from pullback.backbones import AnyBackbone, TokenMap
 from pullback.checks import shown
 from pullback.decoders.identity import check_version, identity_of
 from pullback.errors import DecoderError, PullbackError, first_line
@@ -39,6 +40,7 @@ class Decoder:
     linear: bool = False
     version: str | None = None
     source: object = field(default=None, repr=False, compare=False)
+    bottleneck: ClassVar[bool] = False  # whether what it reads passes one first
 
     def __post_init__(self) -> None:
         if not isinstance(self.layers, tuple) or not self.layers:
@@ -60,6 +62,16 @@ class Decoder:
         what = self.decode if self.source is None else self.source
         known = identity_of(what, argument="decoder", name=self.name, model=model, version=self.version)
         return f"{reads}, {known}"
+
+    def latent(self, backbone: AnyBackbone, space: str) -> tuple[AnyBackbone, Decoder]:
+        """Return the network that ends in the latent of this decoder, and the decoder that reads it there.
+
+        Only decoders with a bottleneck have one (`pullback.learning.bottleneck`); ``space`` as in `latent_probe`.
+        """
+        raise DecoderError(
+            f"layer: only decoders with a bottleneck have a latent, expected one such as {self.name}@FOLDER, got "
+            f"{self.name!r}. `pullback train bottleneck` makes such a FOLDER."
+        )
 
     def __repr__(self) -> str:
         reads = "all tokens" if self.rows is None else f"the first {self.rows} tokens" if self.rows > 1 else "token 0"

@@ -21,7 +21,16 @@ from pullback.checks import callable_or_none, of_kind, whole_number
 from pullback.data.pictures import Pictures
 from pullback.errors import PullbackError, RankError, counted
 from pullback.geometry.independence import check_independence
-from pullback.geometry.regimes import THRESHOLDS, Regime, Thresholds, Verdict, judge, looks_random
+from pullback.geometry.regimes import (
+    BEHIND_A_BOTTLENECK,
+    OF_REGISTERS,
+    THRESHOLDS,
+    Regime,
+    Thresholds,
+    Verdict,
+    judge,
+    looks_random,
+)
 from pullback.geometry.spectrum import Probe, Sketched, as_token_maps, features_of, output_size, sketch_in_batches
 from pullback.geometry.summary import Summary, summarize
 from pullback.operators import JacobianOperator, LinearOperator, LowRankMetric, ProductCount
@@ -82,6 +91,7 @@ class Tractability:
     products: ProductCount  # of all samples together
     seconds: float
     thresholds: Thresholds = THRESHOLDS
+    bottleneck: bool = False  # whether the decoder has one in front of it
 
     @property
     def rank(self) -> int:
@@ -196,12 +206,16 @@ class Tractability:
         if patches is not None and patches.regime != verdict.regime:
             sentences.append(f"Only patches can be pruned, and over them it is regime {patches.regime}.")
         followed = patches or verdict
-        sentences.append(followed.regime.advice)
+        sentences.append(self._what_to_do(followed.regime))
         if followed.could_be:
             names, where = " or ".join(map(str, followed.could_be)), "" if patches is None else " over patches"
             more = f"more {self.token_layout.unit}s would tell"
             sentences.append(f"Within two standard errors it could also be {names}{where}: {more}.")
         return " ".join(sentences)
+
+    def _what_to_do(self, regime: Regime) -> str:
+        special = BEHIND_A_BOTTLENECK if self.token_layout.in_picture else OF_REGISTERS
+        return special.get(regime, regime.advice) if self.bottleneck else regime.advice
 
     def plot(self) -> Figure:
         """Draw the energy of each direction, kappa, and the energy of each patch, as a matplotlib figure."""
@@ -264,7 +278,7 @@ def diagnose(
     done; with these as ``parts`` a second call goes on where the first one stopped, in batches of the same size, and
     ends with the same numbers. Other ``knobs`` go to `randnla.sketch`.
     """
-    ranks = _checked_ranks(rank)
+    ranks = checked_ranks(rank)
     whole_number("convergence_samples", convergence_samples, least=0)
     of_kind("thresholds", thresholds, Thresholds, "a Thresholds of pullback.geometry")
     callable_or_none("on_progress", on_progress)
@@ -336,10 +350,11 @@ def diagnose(
         products=sum((part.products for part in done), ProductCount()),
         seconds=sum(part.seconds for part in done),
         thresholds=thresholds,
+        bottleneck=getattr(probe, "bottleneck", False),
     )
 
 
-def _checked_ranks(rank: int | Sequence[int]) -> tuple[int, ...]:
+def checked_ranks(rank: int | Sequence[int]) -> tuple[int, ...]:
     """Return one rank or several as a tuple, or raise an error for what is no whole number from 1 up."""
     ranks = tuple(rank) if isinstance(rank, list | tuple | range) else (rank,)
     if not ranks:
@@ -385,7 +400,7 @@ def _diagnose_batch(
             r_eff_slq=whole[i],
             cv=cv[i],
             cv_patches=cv_patches[i],
-            r90=_rank_for(captured[i], 0.90),
+            r90=rank_for(captured[i], 0.90),
             gradient_signal_ratio=signals[i],
             energy=energy[i],
             singular_values=tuple(values[i]),
@@ -430,7 +445,7 @@ def _quotient(above: tuple[float, float], below: tuple[float, float]) -> tuple[f
     return value, math.hypot(above[1] / below[0], value * known / below[0])
 
 
-def _rank_for(captured: Tensor, share: float) -> tuple[int, bool]:
+def rank_for(captured: Tensor, share: float) -> tuple[int, bool]:
     """Return the first rank whose captured energy reaches the share, else one past the known ranks and True."""
     reached = (captured >= share - 1e-12).nonzero().flatten()
     return (int(reached[0]) + 1, False) if len(reached) else (len(captured) + 1, True)

@@ -33,6 +33,7 @@ def layer_result(report: Tractability, files: Sequence[str]) -> dict[str, Any]:
         "dim": report.input_shape[1],
         "grid": list(report.token_layout.grid),
         "prefix": report.token_layout.prefix,
+        "in_picture": report.token_layout.in_picture,
         "kappa": summary(report.kappa),
         "kappa_at": {str(rank): {**summary(report.kappa_at(used[rank])), "rank_used": used[rank]} for rank in used},
         "cv": {

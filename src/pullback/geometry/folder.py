@@ -31,7 +31,7 @@ from pullback.geometry.duration import announce
 from pullback.geometry.parts import FinishedParts
 from pullback.geometry.spectrum import Probe, features_of, output_size
 from pullback.operators import ProductCount
-from pullback.probes import ProbeMap, place_of_layer
+from pullback.probes import ProbeMap, probe_at
 from pullback.randnla import Estimate
 from pullback.runs import documents as files
 from pullback.runs.files import remove_unfinished, write_arrays, write_json
@@ -49,7 +49,7 @@ class DiagnosisRequest:
     """Everything that decides the numbers.
 
     No ``decoder``: the model's default, cls or (VGGT) camera. No ``layers``: the last but one; "hooks" is the decoder's
-    own input, all layers that it reads side by side.
+    own input, all layers that it reads side by side; "latent" and "latent-ambient" are for decoders with a bottleneck.
     """
 
     model: str
@@ -99,7 +99,7 @@ def run_diagnosis(
         samples = backbone.read(request.images, request.size, request.limit)
     else:
         samples = image_samples(batch, backbone.pixel_format(), backbone.token_layout(batch.pixels))
-    document = _settings(request, probes[0], samples) | {"complete": False, "failure": None, "layers": []}
+    document = _settings(request, backbone, probes[0], samples) | {"complete": False, "failure": None, "layers": []}
     stored = None if anew else _stored(out, document)
     arrays = _arrays(out) if stored else {}
     known = {layer["layer"]: layer for layer in stored["layers"] if _array_of(layer) in arrays} if stored else {}
@@ -211,7 +211,7 @@ def build_probes(request: DiagnosisRequest, backbone: AnyBackbone) -> list[Probe
     decoder = build_decoder(request.decoder or backbone.default_decoder, backbone)
     distance = task_distance(request.distance)
     layers = dict.fromkeys(request.layers or (backbone.default_layer,))
-    probes = [ProbeMap(backbone, decoder, place_of_layer(layer), distance=distance) for layer in layers]
+    probes = [probe_at(backbone, decoder, layer, distance=distance) for layer in layers]
     for probe in probes:
         if request.precision == "bf16" and not probe.by_hand:
             raise PullbackError(
@@ -279,9 +279,8 @@ _DECISIVE = (
 """The settings that decide the numbers, wherever model and images lie: they must agree when a run goes on."""
 
 
-def _settings(request: DiagnosisRequest, probe: ProbeMap, samples: Samples) -> dict[str, Any]:
+def _settings(request: DiagnosisRequest, backbone: AnyBackbone, probe: ProbeMap, samples: Samples) -> dict[str, Any]:
     """Return what `diagnosis.json` says besides its layers; ``probe`` is that of any of them."""
-    backbone = probe.backbone
     return {
         "model": request.model,
         "family": backbone.family,

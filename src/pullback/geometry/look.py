@@ -21,12 +21,12 @@ from pullback.backbones.backbone import Size
 from pullback.checks import whole_number
 from pullback.data.images import find_images, to_pictures
 from pullback.decoders import build_decoder, task_distance
-from pullback.errors import DecoderError
+from pullback.errors import DecoderError, PullbackError
 from pullback.geometry.importance import block_norms
 from pullback.geometry.overlay import no_single_images
 from pullback.geometry.scores import block_energies
 from pullback.operators import JacobianOperator, check_sensitive
-from pullback.probes import ProbeMap, place_of_layer
+from pullback.probes import LATENTS, ProbeMap, probe_at
 from pullback.randnla import Streams
 from pullback.registry import decoders_for
 from pullback.runs import documents as files
@@ -126,6 +126,12 @@ def _check(request: LookRequest) -> list[Path]:
         if not any(choice.match(decoder) for choice in choices):
             names = ", ".join(choice.name for choice in choices)
             raise DecoderError(f"decoder: expected one of {names} for {request.model}, got {decoder!r}.")
+    for layer in request.layers:
+        if layer in LATENTS:
+            raise PullbackError(
+                f"layer: expected a block index or 'hooks', got {layer!r}: registers have no place in the picture that "
+                "a map could show. `pullback diagnose` takes them."
+            )
     task_distance(request.distance)
     return found
 
@@ -135,8 +141,7 @@ def _probes(request: LookRequest, backbone: AnyBackbone) -> list[ProbeMap]:
     decoders = [build_decoder(name, backbone) for name in names]
     layers = dict.fromkeys(request.layers or _default_layers(backbone.depth, len(decoders)))
     distance = task_distance(request.distance)
-    places = [place_of_layer(layer) for layer in layers]
-    return [ProbeMap(backbone, decoder, place, distance=distance) for decoder in decoders for place in places]
+    return [probe_at(backbone, decoder, layer, distance=distance) for decoder in decoders for layer in layers]
 
 
 def _default_layers(depth: int, decoders: int) -> Sequence[int]:

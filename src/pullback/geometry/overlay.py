@@ -61,6 +61,11 @@ def overlay(
     finite_number("alpha", opacity, least=0, most=1, expected="a number from 0 to 1")
     energy = _energy(importance)
     picture, layout = _seen(image, len(energy), probe, size)
+    if not layout.in_picture:
+        raise PullbackError(
+            f"probe: expected one at the features, whose patches have a place in the picture, got {probe.name}, whose "
+            "tokens are registers."
+        )
     if len(energy) != layout.tokens:
         raise ShapeError(
             f"importance: expected {layout.tokens} tokens for this image ({layout.prefix} before "

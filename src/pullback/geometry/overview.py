@@ -31,6 +31,7 @@ def spectrum_overview(spectrum: Spectrum) -> Overview:
         "layer": "",
         "rank_used": spectrum.rank,
         "kappa": kappa,
+        "in_picture": spectrum.token_layout.in_picture,
         "per_image": [
             {"singular_values": own, "energy": number(energy), "energy_se": number(se)}
             for own, (energy, se) in zip(values, spectrum.total.pairs(), strict=True)

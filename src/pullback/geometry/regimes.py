@@ -41,8 +41,8 @@ class Regime:
 RICH = Regime(
     "i",
     "rich spectrum",
-    "No rank-r metric captures the task and no few tokens carry it: raise the rank, or compress the features first "
-    "(the S2-VAE bottleneck).",
+    "No rank-r metric captures the task and no few tokens carry it: raise the rank, or compress the features first: "
+    "`pullback train bottleneck` makes a FOLDER, and the decoder's name with @FOLDER behind it goes through it.",
 )
 LOW_RANK_SPREAD = Regime(
     "ii",
@@ -67,6 +67,23 @@ RANK_BOUNDED = Regime(
     "The output has no more dimensions than the rank asked for, so kappa is 100 % by construction: use the exact "
     "spectrum, it is cheap.",
 )
+
+BEHIND_A_BOTTLENECK = {
+    RICH: "Even behind the bottleneck no rank-r metric captures the task, and no few tokens carry it: raise the rank, "
+    "or train a smaller bottleneck, and see what it costs in the task's own measure.",
+}
+"""Advice that differs where the decoder has a bottleneck in front of it already."""
+OF_REGISTERS = {
+    RICH: "Even in the latent no rank-r metric captures the task: raise the rank, or train a smaller bottleneck, and "
+    "see what it costs in the task's own measure.",
+    LOW_RANK_LOCAL: "A rank-r metric captures the task, and few registers carry it: the SPN learns it, and fewer "
+    "registers may do.",
+    LOW_RANK_SPREAD: "A rank-r metric captures the task, with directions that are spread over the registers: the SPN "
+    "learns it.",
+    CONCENTRATED: "A rank-r metric misses much of the task, and few registers carry it: raise the rank, or train a "
+    "bottleneck with fewer registers.",
+}
+"""Advice at the latent of a bottleneck, whose registers are not pruned and have no scores."""
 
 
 def classify(

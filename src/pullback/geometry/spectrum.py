@@ -83,6 +83,7 @@ def spectrum(
     normalized: bool = False,
     seed: int = 0,
     rtol: float | None = None,
+    modes_rtol: float | None = None,
     with_effective_rank: bool = False,
     power_iters: int = 2,
     sketch_width: int | None = None,
@@ -96,7 +97,8 @@ def spectrum(
 
     ``images``: [B, 3, H, W], or pictures in any form that `ProbeMap.features` takes; ``normalized`` as there.
     ``method``: "auto" (the cheaper of exact and krylov), "exact", "krylov", or "paper" (Algorithm 2 literally, with
-    ``power_iters`` and ``sketch_width``; with ``rayleigh_ritz`` its better twin). ``rtol`` asks for smaller error bars.
+    ``power_iters`` and ``sketch_width``; with ``rayleigh_ritz`` its better twin). ``rtol`` asks for smaller error bars,
+    ``modes_rtol`` for modes whose energies are at least this accurate, for instance 1e-4 (krylov).
     """
     whole_number("rank", rank, least=None, error=RankError)
     callable_or_none("on_progress", on_progress)
@@ -112,6 +114,7 @@ def spectrum(
         batch_size=batch_size,
         method=method,
         rtol=rtol,
+        modes_rtol=modes_rtol,
         with_effective_rank=with_effective_rank,
         power_iters=power_iters,
         sketch_width=sketch_width,
@@ -295,9 +298,9 @@ def samples_that_fit(probe: Probe, features: Tensor, rank: int) -> int:
 
     The linearisation needs memory of the same order.
     """
-    inputs = features[0].numel()
-    columns = max(1, min(output_size(probe, features), inputs, 20 * rank))
-    return within_memory(6 * columns * inputs * features.element_size(), features.device, MAX_SAMPLES)
+    inputs, rows = features[0].numel(), output_size(probe, features)
+    columns = max(1, min(rows, inputs, 20 * rank))
+    return within_memory(6 * columns * max(rows, inputs) * features.element_size(), features.device, MAX_SAMPLES)
 
 
 def within_memory(bytes_per_sample: int, device: torch.device, most: Mapping[str, int]) -> int:

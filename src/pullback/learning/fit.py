@@ -151,23 +151,29 @@ def fit(
     tensorboard: bool = False,
     progress: Progress | None = None,
     on_step: Callable[[int, Mapping[str, float]], None] | None = None,
+    seconds: float = math.inf,
 ) -> Fitted:
     """Train ``network`` where it lies and leave its best weights in it. With ``out``, go on from its checkpoint.
 
     A checkpoint is refused where ``config``, the network's, or ``settings`` have changed: plain JSON, whatever else
     decides the weights. ``on_step`` is called with the number of steps taken and the numbers of the last one.
+    ``seconds``: stop after about so long, with a checkpoint to go on from.
 
     Under torchrun (an initialised process group) gradients are averaged over the processes; process 0 writes, and logs
     the loss of its own share.
     """
     if tensorboard and out is None:
         raise PullbackError("tensorboard: expected a folder to write to, got out=None. Pass out=..., or leave it out.")
+    if seconds != math.inf:
+        finite_number("seconds", seconds, least=0, expected="a number of seconds, or math.inf for no limit")
     run = _Run(network, task, config, out, settings or {}, tensorboard)
     progress = progress or Progress()
-    progress.work("training", config.steps, "steps")
-    progress.advance(run.step)
+    progress.work("training", config.steps, "steps", run.step)
     try:
         while run.step < config.steps and not run.out_of_patience:
+            if run.older_than(seconds):
+                run.save()
+                break
             numbers = run.advance()
             if run.step % config.validate_every == 0 or run.step == config.steps:
                 numbers = {**numbers, **run.validate()}
@@ -261,7 +267,8 @@ class _Run(Training[Pretrained, FitConfig]):
         self.best_step, self.waited = 0, 0
         self.best: Mapping[str, float] = {"score": -math.inf}
         self.best_weights = self._averaged()
-        self._saved, self._slowest = time.perf_counter(), 0.0
+        self._begun = self._saved = time.perf_counter()
+        self._slowest = 0.0
         if out is not None:
             if self.share.rank == 0:
                 remove_unfinished(claim_folder(out, "train"))
@@ -283,6 +290,12 @@ class _Run(Training[Pretrained, FitConfig]):
     def late(self) -> bool:
         """Whether another step as slow as the slowest would take the work at stake beyond `SAVE_EVERY`."""
         return time.perf_counter() - self._saved + self._slowest > SAVE_EVERY
+
+    def older_than(self, seconds: float) -> bool:
+        """Whether this call has gone on for so long; all processes agree."""
+        if seconds == math.inf:
+            return False
+        return self._from_first(lambda: time.perf_counter() - self._begun >= seconds)
 
     def advance(self) -> dict[str, float]:
         begun = time.perf_counter()

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import nn
 
+from pullback import models
 from pullback.backbones.loading import fetched_file
 from pullback.checks import of_kind
 from pullback.errors import DamagedModelError, ModelError, PullbackError, first_line
@@ -24,6 +25,8 @@ from pullback.runs.documents import CHECKPOINT
 from pullback.runs.files import CONFIG, WEIGHTS, write_network, write_text
 
 CARD, MODEL = "README.md", "model"
+_NUMBERS = ("blocks", "fingerprint")  # of an origin, which say nothing to a reader
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _Model = TypeVar("_Model", bound="Pretrained")
 
 
@@ -41,6 +44,7 @@ class Origin:
     distance: str | None = None  # name of the task distance
     output_metric: str | None = None  # name or hash of the output metric
     blocks: Mapping[str, str] = field(default_factory=dict)  # hashes of the backbone's blocks, see `backbones.weights`
+    fingerprint: Mapping[str, Any] = field(default_factory=dict)  # of what ships: see `backbones.shipped`
 
     @classmethod
     def from_dict(cls, stored: Mapping[str, Any]) -> Origin:
@@ -76,8 +80,8 @@ class Origin:
 
 
 def _without_cells(decoder: str | None) -> str | None:
-    """depth-8x8 -> depth"""
-    return None if decoder is None else re.sub(r"-\d+x\d+$", "", decoder)
+    """depth-8x8 -> depth, depth-8x8@FOLDER -> depth@FOLDER"""
+    return None if decoder is None else re.sub(r"-\d+x\d+(?=@|$)", "", decoder)
 
 
 class Pretrained(nn.Module):
@@ -110,8 +114,8 @@ class Pretrained(nn.Module):
 
     @classmethod
     def from_pretrained(cls: type[_Model], name: str | Path, *, device: str | torch.device = "cpu") -> _Model:
-        """Load a folder that `save_pretrained` wrote, one that `pullback train` wrote, or a hub id; in evaluation
-        mode."""
+        """Load a folder that `save_pretrained` wrote, one that `pullback train` wrote, a hub id, or by its name what
+        comes with the package, such as "tiny-scenes-s2vae"; in evaluation mode."""
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 
@@ -125,7 +129,7 @@ class Pretrained(nn.Module):
             )
         try:
             model = cls.from_config(cls.config_from_dict(document))
-        except (KeyError, TypeError, PullbackError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, PullbackError) as error:
             reason = str(error) if isinstance(error, PullbackError) else f"{error!r}."
             raise DamagedModelError(
                 f"name: {CONFIG} in {name} is not one of {cls.kind}: {reason} Save it again."
@@ -157,7 +161,8 @@ class Pretrained(nn.Module):
         origin, scores = self.config.origin, self.config.scores
         lines = ["---", "library_name: pullback", "tags: [pullback, vision-transformer]", "---", "", f"# {self.title}"]
         lines += ["", self.__class__.__doc__.strip().splitlines()[0] if self.__class__.__doc__ else "", ""]
-        made = {name: value for name, value in asdict(origin).items() if value not in (None, ()) and name != "blocks"}
+        told = {name: value for name, value in asdict(origin).items() if name not in _NUMBERS}
+        made = {name: value for name, value in told.items() if value not in (None, ())}
         lines += ["Made for:", *(f"- {name}: {value}" for name, value in made.items())] if made else []
         lines += ["", "| score | value |", "|---|---|"] if scores else ["", "No scores were measured."]
         lines += [f"| {name} | {value:.4g} |" for name, value in scores.items()]
@@ -168,16 +173,22 @@ class Pretrained(nn.Module):
 
 
 def model_folder(name: str | Path) -> Path | str:
-    """Return where the three files are: ``name`` itself, or model/ in it, where `pullback train` puts them."""
+    """Return where the three files are: ``name`` itself, model/ in it, where `pullback train` puts them, or the folder
+    of what comes with the package under this name."""
     folder = Path(name)
-    if not folder.is_dir() or (folder / CONFIG).is_file():
+    if not folder.is_dir():
+        trained = models.WEIGHTS / folder
+        known = len(folder.parts) == 1 and str(name) not in models.EMBEDDED and (trained / CONFIG).is_file()
+        return trained if known else name
+    if (folder / CONFIG).is_file():
         return name
     if (folder / MODEL / CONFIG).is_file():
         return folder / MODEL
     if (folder / CHECKPOINT).is_file():
         raise ModelError(
             f"name: the training in {name} has not come to its end, and there is no {MODEL}/ in it yet. Run the same "
-            "`pullback train` again, which goes on from its checkpoint."
+            "`pullback train` again, which goes on from its checkpoint; in Python, save what the same call returns: "
+            f"save_pretrained({str(folder / MODEL)!r})."
         )
     return name
 
@@ -193,6 +204,11 @@ def _document(name: str) -> dict[str, Any]:
 
 def _file(name: str, filename: str) -> Path:
     """Return the path of a file in a folder, or of its copy from the hub."""
+    if not Path(name).is_dir() and not _HUB_ID.fullmatch(name):  # the hub would be asked several times over
+        raise ModelError(
+            f"name: {name!r} is neither a folder nor a hub id that can be reached: there is no such folder, and an id "
+            "of the hub has the form owner/name."
+        )
     try:
         path = fetched_file(name, filename)
     except Exception as error:  # the hub client raises validation, network and not-found errors of many classes

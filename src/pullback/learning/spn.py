@@ -69,7 +69,7 @@ class SpectralPullbackNetwork(Pretrained):
         self.modes = nn.Linear(width, (latent[1] if latent else dim) * rank)
         self.energies = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, rank))
         tokens = self.config.tokens
-        self.base = None if tokens is None else nn.Parameter(torch.zeros(tokens, dim, rank))
+        self.base = None if tokens is None else nn.Parameter(torch.zeros(tokens, latent[1] if latent else dim, rank))
 
     @classmethod
     def config_from_dict(cls, stored: Mapping[str, Any]) -> SpnConfig:
@@ -118,14 +118,19 @@ class SpectralPullbackNetwork(Pretrained):
         """Predict deviations from one subspace [r, N, D], and none at first: V_1 begins where a constant ends.
 
         Beyond the paper. Features of many ViTs hardly tell where their token is, and modes depend on it; a constant
-        knows, a network as published has to find out. It is bound to N tokens from then on.
+        knows, a network as published has to find out. It is bound to N tokens from then on. Of a network with a latent
+        space the subspace is [r, K, d], and features may still have any number of tokens.
         """
-        rank, tokens, dim = subspace.shape
-        if (rank, dim) != (self.config.rank, self.config.dim) or self.config.latent is not None:
+        own = self.config
+        expected = ("N", own.dim) if own.latent is None else own.latent
+        fits = subspace.ndim == 3 and len(subspace) == own.rank
+        fits = fits and all(side in ("N", size) for side, size in zip(expected, subspace.shape[1:], strict=True))
+        if not fits:
             raise ShapeError(
-                f"subspace: expected [{self.config.rank}, N, {self.config.dim}] and a network without a latent space, "
-                f"got {list(subspace.shape)} and latent={self.config.latent}."
+                f"subspace: expected [{own.rank}, {expected[0]}, {expected[1]}], as this network predicts modes"
+                f"{'' if own.latent is None else f' in its latent space of {own.latent}'}, got {list(subspace.shape)}."
             )
+        tokens, dim = subspace.shape[1:]
         # entries of about 1, like those that the network adds, so that one learning rate suits both
         base = subspace.permute(1, 2, 0) * (tokens * dim) ** 0.5
         self.base = nn.Parameter(base.to(self.modes.weight).contiguous())

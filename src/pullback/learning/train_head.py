@@ -509,7 +509,9 @@ def split_by_image(table: TargetTable, share: float) -> tuple[list[int], list[in
     parts = [row for row, out in enumerate(chosen) if not out], [row for row, out in enumerate(chosen) if out]
     if not all(parts):
         raise PullbackError(
-            f"held_out: {counted(len(table), 'row')} cannot be split by a share of {share}. Give a store of its own."
+            f"held_out: {counted(len(table), 'row')} cannot be split by a share of {share}: images are chosen by a "
+            f"hash of their bytes, and {'none was' if parts[0] else 'all were'}. Give more images, another share, or a "
+            "store of its own."
         )
     return parts
 

@@ -7,8 +7,8 @@ subspace (`spn_scores`), and the constant subspace that it must beat (`constant_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,6 +21,7 @@ from pullback.data.sources import Source, open_source
 from pullback.errors import PullbackError, RankError
 from pullback.evaluation.statistics import mean_and_error
 from pullback.geometry.spectrum import Probe, as_token_maps
+from pullback.learning.bottleneck import LatentBackbone
 from pullback.learning.fit import FitConfig, Losses, Network, Share, check_going_on, fit
 from pullback.learning.losses import alignment, direction_loss, distance_loss, energy_loss, subspace_loss
 from pullback.learning.spn import SpectralPullbackNetwork, SpnConfig, orthonormal_columns
@@ -37,7 +38,7 @@ from pullback.learning.train_head import (
     rows_of_table,
 )
 from pullback.operators import JacobianOperator, LinearOperator, LowRankMetric, check_sensitive
-from pullback.probes import ProbeMap
+from pullback.probes import INPUTS, ProbeMap
 from pullback.randnla import Streams, Svd, block_krylov, power_iteration
 from pullback.randnla.estimate import student_quantile
 from pullback.randnla.svd import exact_svd
@@ -47,6 +48,7 @@ from pullback.targets.compute import compute_table
 from pullback.targets.recipe import Recipe
 from pullback.targets.store import NOT_COMPARED, configuration
 from pullback.targets.table import TargetTable
+from pullback.tokens import Features
 
 _PAIRS = "batch: distance matching compares pairs, expected at least 2 a process, got 1."
 SUPERVISIONS = ("randnla", "spectral", "distances", "directions")
@@ -81,6 +83,10 @@ def train_spn(
     read layers below the probe are always recomputed: those layers belong to them.
     ``constant_images``: start at the best constant subspace of so many training images (`start_at`), which needs their
     modes; 0 starts at random, as the paper does.
+
+    In the latent of a bottleneck (`latent_probe`) the network reads the last layer of the backbone that the decoder
+    reads (`read_by_network`) and predicts modes of the latent; "spectral" supervision computes the modes of all
+    training images once, to a relative error of 1e-4, and holds them.
     """
     of_kind("probe", probe, ProbeMap, "a probe map, such as pb.load_probe(model, decoder, layer)")
     of_kind("config", config, (FitConfig, type(None)), "a FitConfig, or None")
@@ -89,13 +95,13 @@ def train_spn(
     teacher = supervision_of(
         supervision, probe, power_iters=power_iters, sketch_width=sketch_width, precision=precision
     )
-    dim, tokens = (
-        probe.backbone.dim * len(probe.layers),
-        probe.backbone.token_layout(torch.empty(0, 3, *wanted.size)).tokens,
-    )
+    reads = read_by_network(probe)
+    dim, own_dim = (own.backbone.dim * len(own.layers) for own in (reads, probe))
+    tokens = probe.backbone.token_layout(torch.empty(0, 3, *wanted.size)).tokens
+    latent = None if reads is probe else (tokens, own_dim)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        network = SpectralPullbackNetwork.from_config(SpnConfig(dim, rank, width, heads))
+        network = SpectralPullbackNetwork.from_config(SpnConfig(dim, rank, width, heads, latent=latent))
     folder = None if out is None else Path(out)
     progress.stage("reading the images")
     made_for = configuration(probe, Recipe(rank, precision=precision), wanted, crops=0, seed=config.seed, source="")
@@ -108,18 +114,23 @@ def train_spn(
         "images": hash_of([row.item.key for row in rows]),
         "held_out": hash_of([item.key for item in open_source(held_out)]),
     }
-    _check_step(supervision, config.batch, rank, sketch_width, tokens * dim)
+    _check_step(supervision, config.batch, rank, sketch_width, tokens * own_dim)
     with torch.device("meta"):
-        start = SpnConfig(dim, rank, width, heads, tokens=tokens if constant_images else None)
+        start = SpnConfig(dim, rank, width, heads, latent=latent, tokens=tokens if constant_images else None)
         check_going_on(SpectralPullbackNetwork.from_config(start), config, folder, settings)
     shared = check_held_out(contents_of(held_out, wanted), [row.sha256 for row in rows])
     judge = held_out_modes(probe, held_out, rank, size=wanted.size, progress=progress)
-    reader = feature_reader(probe, rows, wanted)
-    first = reader(torch.arange(min(8, len(rows))))
+    points = feature_reader(probe, rows, wanted)
+    inputs = points if latent is None else feature_reader(reads, rows, wanted)
+    first = inputs(torch.arange(min(8, len(rows))))
     if keep_features and type(first) is torch.Tensor:
         progress.work("computing features", len(rows), "images")
-        reader = kept(reader, len(rows), on_progress=progress.advance)
+        inputs = kept(inputs, len(rows), on_progress=progress.advance)
+        points = inputs if latent is None else held_latents(points, len(rows))
     network.to(first.device).start_from(first, judge.singular_values[: len(first)].to(first.device))
+    if latent is not None and supervision == "spectral":
+        known = _modes(probe, images, rank, wanted.size, limit, "computing modes", progress, rtol=1e-4)
+        teacher = known_modes(known, [row.item.key for row in rows])
     if constant_images:
         count = constant_images if limit is None else min(limit, constant_images)
         known = _modes(probe, images, rank, wanted.size, count, "computing the constant subspace", progress)
@@ -127,7 +138,7 @@ def train_spn(
         network.start_at(constant_subspace(known.modes.to(first.device), rank, seed=config.seed))
     fitted = fit(
         network,
-        SpnTask(reader, len(rows), teacher, judge, probe=probe),
+        SpnTask(points, len(rows), teacher, judge, probe=probe, inputs=None if latent is None else inputs),
         config,
         out=folder,
         settings=settings,
@@ -136,6 +147,32 @@ def train_spn(
     )
     scores = {name: value for name, value in fitted.scores.items() if name != "score"} | recorded(shared)
     return network.describe(origin=origin_of(probe, rank, wanted.size), scores=scores).eval()
+
+
+def read_by_network(probe: ProbeMap) -> ProbeMap:
+    """Return the probe whose features a network reads to predict the metric of ``probe``: the same one. In the latent
+    of a bottleneck it is the last layer that the decoder reads, after the final norm if the decoder sees it so."""
+    own = probe.backbone
+    if not isinstance(own, LatentBackbone):
+        return probe
+    inner = own.decoder.inner
+    return ProbeMap(own.image, replace(inner, layers=(max(inner.layers),)), INPUTS)
+
+
+def held_latents(reader: Reader, count: int) -> Reader:
+    """Return a reader that has computed all latents [n, K, d] and holds them as they are, with their layout."""
+    parts = [reader(rows) for rows in torch.arange(count).split(64)]
+    whole = torch.cat([part.as_subclass(Tensor) for part in parts])
+    latents = Features.attach(whole, parts[0].token_layout, {})  # type: ignore[attr-defined]
+    return lambda rows: latents[rows.to(latents.device)]
+
+
+def known_modes(table: TargetTable, keys: Sequence[str]) -> KnownModes:
+    """Return the supervision by the modes of a table, for training images with these keys."""
+    assert table.modes is not None
+    place = {key: number for number, key in enumerate(table.keys)}
+    rows = torch.tensor([place[key] for key in keys])
+    return KnownModes(table.modes[rows], table.singular_values[rows])
 
 
 def _check_step(supervision: str, batch: int, rank: int, sketch_width: int | None, coordinates: int) -> None:
@@ -160,8 +197,10 @@ def held_out_modes(
     table = _modes(probe, images, rank, wanted.size, limit, "computing held-out modes", progress or Progress())
     assert table.modes is not None
     layout = probe.backbone.token_layout(torch.empty(0, 3, *wanted.size))
-    reader = feature_reader(probe, rows_of_table(table, images), wanted)
-    return SpnExamples(reader, table.modes, table.singular_values, table.total, layout.prefix)
+    rows, reads = rows_of_table(table, images), read_by_network(probe)
+    inputs = None if reads is probe else feature_reader(reads, rows, wanted)
+    points = feature_reader(probe, rows, wanted)
+    return SpnExamples(points, table.modes, table.singular_values, table.total, layout.prefix, inputs=inputs)
 
 
 def _modes(
@@ -172,6 +211,8 @@ def _modes(
     limit: int | None,
     what: str,
     progress: Progress,
+    *,
+    rtol: float = 1e-3,
 ) -> TargetTable:
     """Compute targets of these images with their modes, told to ``progress`` as ``what``."""
     source = open_source(images)
@@ -180,12 +221,15 @@ def _modes(
     else:
         progress.work(what, source.count if limit is None else min(source.count, limit), "images")
     count = None if source.count is None else progress.advance
-    return compute_table(probe, source, rank=rank, size=size, limit=limit, keep_modes=True, on_progress=count)[0]
+    return compute_table(
+        probe, source, rank=rank, size=size, limit=limit, keep_modes=True, rtol=rtol, on_progress=count
+    )[0]
 
 
 @dataclass(frozen=True, eq=False)
 class SpnExamples:
-    """Held-out feature maps whose leading modes are known."""
+    """Held-out feature maps whose leading modes are known: those of J at ``features``. Networks read ``inputs``, by
+    default the same; to predict modes in the latent of a bottleneck they read features of the backbone."""
 
     features: Reader
     modes: Tensor  # [n, r, N, D]
@@ -193,15 +237,21 @@ class SpnExamples:
     total: Tensor  # [n], |J|_F^2
     prefix: int = 1  # tokens of every view before its patches
     views: int = 1  # of a scene, whose tokens follow each other view by view
+    inputs: Reader | None = None
 
     def __len__(self) -> int:
         return len(self.modes)
+
+    def metrics(self, network: MetricNetwork, rows: Tensor) -> LowRankMetric:
+        """Return what a network predicts for these rows."""
+        return network((self.inputs or self.features)(rows))
 
 
 @dataclass(frozen=True)
 class SpnTask:
     """A `Task`: batches of training features (``count`` of them) under one kind of supervision. With ``probe``,
-    validation also measures the natural sensitivity ratio, for r JVPs per held-out image."""
+    validation also measures the natural sensitivity ratio, for r JVPs per held-out image. The supervision takes its
+    products at ``features``; the network reads ``inputs``, by default the same."""
 
     features: Reader
     count: int
@@ -209,6 +259,7 @@ class SpnTask:
     held_out: SpnExamples
     batch: int = 16  # of validation
     probe: Probe | None = None
+    inputs: Reader | None = None
 
     def __post_init__(self) -> None:
         if self.count < 1 or len(self.held_out) < 1:
@@ -216,15 +267,19 @@ class SpnTask:
                 f"count, held_out: expected at least one example of each, got {self.count} and {len(self.held_out)}."
             )
 
+    def rows(self, step: int, batch: int, generator: torch.Generator) -> Tensor:
+        """Return the training examples of a step [batch]."""
+        return torch.randint(self.count, (batch,), generator=generator)
+
     def loss(self, network: Network, step: int, share: Share, generator: torch.Generator) -> Losses:
-        rows = torch.randint(self.count, (share.batch,), generator=generator)
-        own = share.of(rows)
+        own = share.of(self.rows(step, share.batch, generator))
         features = self.features(own)
         # one stream per place in the batch, so that the sketches do not depend on the number of processes
         seed = int(torch.randint(1 << 62, (), generator=generator))
         everyone = Streams.from_seed(seed, share.batch, features.device).generators
         streams = Streams(everyone[share.rank :: share.world])
-        losses, numbers = self.supervision(network(features), features, streams)
+        metric = network(features if self.inputs is None else self.inputs(own))
+        losses, numbers = self.supervision(metric, features, streams, own)
         return losses.mean(), numbers
 
     def validate(self, network: Network) -> Mapping[str, float]:
@@ -238,9 +293,10 @@ class SpnTask:
 class Supervision(Protocol):
     """What a metric is compared with in a training step: the loss [B] of a batch, and what is worth logging.
 
-    Products are taken in the precision of the features and compared in that of the metric."""
+    Products are taken in the precision of the features and compared in that of the metric. ``rows`` [B] are the numbers
+    of the training examples, for a supervision that has looked at them before (`KnownModes`)."""
 
-    def __call__(self, metric: LowRankMetric, features: Tensor, streams: Streams) -> Supervised: ...
+    def __call__(self, metric: LowRankMetric, features: Tensor, streams: Streams, rows: Tensor) -> Supervised: ...
 
 
 Supervised = tuple[Tensor, Mapping[str, float]]
@@ -276,13 +332,16 @@ class RandNLA:
     precision: str = "float32"
     signal_probes: int = 4
 
-    def __call__(self, metric: LowRankMetric, features: Tensor, streams: Streams) -> Supervised:
+    def __call__(
+        self, metric: LowRankMetric, features: Tensor, streams: Streams, rows: Tensor | None = None
+    ) -> Supervised:
         operator = JacobianOperator(self.probe, features, precision=self.precision)
         rank = metric.modes.shape[1]
         found = power_iteration(
             operator, rank, power_iters=self.power_iters, sketch_width=self.sketch_width, streams=streams
         )
-        loss, numbers = _spectral_loss(metric, found, features.shape[1:], self.energy_weight)
+        modes = as_token_maps(found.right, features.shape[1:])
+        loss, numbers = spectral_loss(metric, modes, found.singular_values, self.energy_weight)
         if self.signal_probes:
             signal = gradient_signal_ratio(operator, found, num_probes=self.signal_probes, streams=streams)
             numbers["gradient_signal_ratio"] = float(signal.mean())
@@ -297,14 +356,27 @@ class Spectral:
     energy_weight: float = 0.1
     precision: str = "float32"
 
-    def __call__(self, metric: LowRankMetric, features: Tensor, streams: Streams) -> Supervised:
+    def __call__(
+        self, metric: LowRankMetric, features: Tensor, streams: Streams, rows: Tensor | None = None
+    ) -> Supervised:
         operator = JacobianOperator(self.probe, features, precision=self.precision)
-        return _spectral_loss(
-            metric,
-            exact_svd(operator, metric.modes.shape[1], full=False, precision=self.precision),
-            features.shape[1:],
-            self.energy_weight,
-        )
+        found = exact_svd(operator, metric.modes.shape[1], full=False, precision=self.precision)
+        modes = as_token_maps(found.right, features.shape[1:])
+        return spectral_loss(metric, modes, found.singular_values, self.energy_weight)
+
+
+@dataclass(frozen=True, eq=False)
+class KnownModes:
+    """The same ceiling where the training examples are a fixed set: their modes, computed once and looked up."""
+
+    modes: Tensor  # [n, r, N, D], of every training example
+    singular_values: Tensor  # [n, r]
+    energy_weight: float = 0.1
+
+    def __call__(self, metric: LowRankMetric, features: Tensor, streams: Streams, rows: Tensor) -> Supervised:
+        own = rows.to(self.modes.device)
+        modes, values = (known[own].to(metric.modes.device) for known in (self.modes, self.singular_values))
+        return spectral_loss(metric, modes, values, self.energy_weight)
 
 
 @dataclass(frozen=True)
@@ -316,7 +388,9 @@ class DistanceMatching:
 
     probe: Callable[[Tensor], Tensor]
 
-    def __call__(self, metric: LowRankMetric, features: Tensor, streams: Streams) -> Supervised:
+    def __call__(
+        self, metric: LowRankMetric, features: Tensor, streams: Streams, rows: Tensor | None = None
+    ) -> Supervised:
         if len(features) < 2:
             raise PullbackError(_PAIRS)
         other = features[torch.arange(len(features)).roll(1)]  # a slice keeps what a decoder reads below the features
@@ -334,7 +408,9 @@ class RandomDirections:
     count: int = 20
     precision: str = "float32"
 
-    def __call__(self, metric: LowRankMetric, features: Tensor, streams: Streams) -> Supervised:
+    def __call__(
+        self, metric: LowRankMetric, features: Tensor, streams: Streams, rows: Tensor | None = None
+    ) -> Supervised:
         operator = JacobianOperator(self.probe, features, precision=self.precision)
         columns = streams.gaussian(operator.cols, self.count, operator.dtype)
         columns = columns / torch.linalg.vector_norm(columns, dim=1, keepdim=True)
@@ -353,12 +429,13 @@ def gradient_signal_ratio(operator: LinearOperator, found: Svd, *, num_probes: i
     return found.singular_values[:, 0].double().square() * operator.cols / (energy(image) + rest)
 
 
-def _spectral_loss(
-    metric: LowRankMetric, found: Svd, shape: torch.Size, energy_weight: float
+def spectral_loss(
+    metric: LowRankMetric, modes: Tensor, singular_values: Tensor, energy_weight: float = 0.1
 ) -> tuple[Tensor, dict[str, float]]:
-    check_sensitive(found.singular_values[:, 0].square())
-    target = as_token_maps(found.right, shape).to(metric.modes.dtype)
-    loss = subspace_loss(metric.modes, target) + energy_weight * energy_loss(metric.energies, found.singular_values)
+    """Return the loss [B] of Algorithm 2 against modes [B, r, N, D] and singular values [B, r], and the alignment."""
+    check_sensitive(singular_values[:, 0].square())
+    target = modes.to(metric.modes.dtype)
+    loss = subspace_loss(metric.modes, target) + energy_weight * energy_loss(metric.energies, singular_values)
     return loss, {"alignment": float(alignment(metric.modes.detach(), target).mean())}
 
 
@@ -376,7 +453,7 @@ def example_scores(network: MetricNetwork, examples: SpnExamples, *, batch: int 
     """Return V_1 of every example, and its predicted energies against the exact total, ``batch`` examples at a time."""
     whole, patches, share = [], [], []
     for rows in torch.arange(len(examples)).split(batch):
-        metric = network(examples.features(rows))
+        metric = examples.metrics(network, rows)
         truth = examples.modes[rows].to(metric.modes)
         whole.append(alignment(metric.modes, truth).cpu())
         patches.append(patch_alignment(metric.modes, truth, examples.prefix, examples.views).cpu())
@@ -430,7 +507,7 @@ def natural_sensitivity_ratio(
     for rows in torch.arange(len(examples)).split(batch):
         features = examples.features(rows)
         operator = JacobianOperator(probe, features, precision=precision)
-        images = operator @ network(features).modes.flatten(2).mT
+        images = operator @ examples.metrics(network, rows).modes.flatten(2).mT
         ratios.append(images.double().square().sum((1, 2)) / examples.total[rows].to(images.device))
     return torch.cat(ratios)
 

@@ -1,15 +1,16 @@
 """Probe maps: what is differentiated."""
 
 from pullback.probes.loading import load_probe, multi_layer_probe
-from pullback.probes.probe import HOOKS, INPUTS, ProbeMap, place_of_layer
+from pullback.probes.probe import HOOKS, INPUTS, LATENTS, ProbeMap, probe_at
 from pullback.tokens import Features
 
 __all__ = [
     "HOOKS",
     "INPUTS",
+    "LATENTS",
     "Features",
     "ProbeMap",
     "load_probe",
     "multi_layer_probe",
-    "place_of_layer",
+    "probe_at",
 ]

@@ -9,13 +9,13 @@ from torch import nn
 
 from pullback.backbones import load_any_backbone
 from pullback.decoders import DecoderChoice, OutputMetric, TaskDistance, build_decoder, task_distance
-from pullback.probes.probe import INPUTS, ProbeMap
+from pullback.probes.probe import INPUTS, ProbeMap, probe_at
 
 
 def load_probe(
     model: str | os.PathLike[str] | nn.Module,
     decoder: DecoderChoice | None = None,
-    layer: int | None = None,
+    layer: int | str | None = None,
     *,
     device: str | torch.device = "auto",
     dtype: torch.dtype | None = None,
@@ -32,9 +32,13 @@ def load_probe(
     ``decoder``: a name that fits the model, such as cls (the default), mean, depth or depth-8x8, of a VGGT camera (the
     default), camera-0, points or depth; a function of the last layer's normalised tokens, [B, N, D] -> [B, ...]; or a
     `Decoder`. ``pose_derivative`` is for the cameras of a VGGT alone: "exact", or "official" as in the published code.
+    depth@FOLDER is depth behind the bottleneck in FOLDER (`compressed_probe`), depth@s2vae behind the one that comes
+    with the package for these weights.
+    ``layer``: a block index; "hooks", all layers that the decoder reads, side by side (`multi_layer_probe`); or of a
+    decoder with a bottleneck "latent", or "latent-ambient" (`latent_probe`).
     """
     backbone = load_any_backbone(model, device=device, dtype=dtype)
-    return ProbeMap(
+    return probe_at(
         backbone,
         build_decoder(
             backbone.default_decoder if decoder is None else decoder, backbone, pose_derivative=pose_derivative

@@ -34,7 +34,7 @@ from pullback.decoders import (
     identity_of,
     name_of,
 )
-from pullback.errors import DecoderError, ModelError, ShapeError
+from pullback.errors import DecoderError, ModelError, ShapeError, naming
 from pullback.operators import Linearization
 from pullback.probes.linearization import DecoderTail, ProbeLinearization, Tap, WeightedLinearization
 from pullback.tokens import Features, TokenLayout
@@ -42,14 +42,25 @@ from pullback.tokens import Features, TokenLayout
 INPUTS: Literal["inputs"] = "inputs"
 HOOKS = "hooks"
 """What files and the command line call the layer of a probe at the decoder's inputs."""
+LATENTS = {"latent": "sphere", "latent-ambient": "ambient"}
+"""What they call the latent of a decoder with a bottleneck, and the space that each stands for (`Decoder.latent`)."""
 FEATURE_BATCH = 32
 """Images, or views, per forward pass when features are computed."""
 
 
-def place_of_layer(layer: int | str) -> Any:
-    """Return where a probe sits by what files and the command line call its layer: an index, or "hooks". Anything else
-    is left to the error of `ProbeMap`."""
-    return INPUTS if layer == HOOKS else layer
+def probe_at(backbone: AnyBackbone, decoder: Decoder, layer: Any, **choices: Any) -> ProbeMap:
+    """Make a probe by what files and the command line call its layer: an index, "hooks" (the decoder's own inputs),
+    "latent" or "latent-ambient" (of a decoder with a bottleneck). `ProbeMap` takes the ``choices``."""
+    if isinstance(layer, str) and layer not in (INPUTS, HOOKS, *LATENTS):
+        raise ModelError(
+            f"layer: expected a block index from 0 to {backbone.depth - 1}, 'hooks' for what the decoder reads, or of "
+            f"a decoder with a bottleneck 'latent' or 'latent-ambient', got {layer!r}."
+        )
+    if isinstance(layer, str) and layer in LATENTS:
+        with naming("layer"):
+            latent = decoder.latent(backbone, LATENTS[layer])
+        return ProbeMap(*latent, 0, **choices)
+    return ProbeMap(backbone, decoder, INPUTS if layer == HOOKS else layer, **choices)
 
 
 @dataclass(frozen=True)
@@ -114,8 +125,8 @@ class ProbeMap:
 
     @property
     def layer(self) -> int | str:
-        """The layer, or "hooks" at the decoder's inputs: as files and the command line call it."""
-        return HOOKS if self._layer is None else self._layer
+        """The layer, "hooks" at the decoder's inputs, or "latent": as files and the command line call it."""
+        return HOOKS if self._layer is None else self.backbone.layer_name(self._layer)
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -123,10 +134,15 @@ class ProbeMap:
         return self.decoder.layers if self._layer is None else (self._layer,)
 
     @property
+    def bottleneck(self) -> bool:
+        """Whether the decoder has a bottleneck in front of it (`pullback.learning.bottleneck`)."""
+        return self.decoder.bottleneck
+
+    @property
     def name(self) -> str:
         own = f"{self.backbone.name} {self.decoder.name}"
         if self._layer is not None:
-            return f"{own} L{self._layer:02d}"
+            return f"{own} {self.layer if isinstance(self.layer, str) else f'L{self.layer:02d}'}"
         if self.backbone.views:
             return f"{own} taps {list(self.layers)}"
         return f"{own} layers {list(self.layers)} {'after' if self.after_norm else 'before'} the norm"
@@ -198,7 +214,8 @@ class ProbeMap:
         states = [self.backbone.states(batch, (*self._held, *self.layers)) for batch in batches]
         held = {layer: torch.cat([self._constant(state[layer], layer) for state in states]) for layer in self._held}
         own = torch.cat([self._own(state) for state in states])
-        if not held and not self.backbone.views and layout.grid[0] == layout.grid[1]:
+        square = layout == TokenLayout(layout.prefix, (layout.grid[0], layout.grid[0]))  # and no layout of another kind
+        if square and not held and not self.backbone.views:
             return own
         return Features.attach(own, layout, held)
 
@@ -222,13 +239,7 @@ class ProbeMap:
         known = getattr(features, "token_layout", None)
         if isinstance(known, TokenLayout):
             return known
-        if self.backbone.views:  # their number alone does not tell how many views they are
-            raise ShapeError(
-                "features: expected what probe.features(scenes) returned (sums, scalings and batch slices of it keep "
-                f"the layout of the views), got a plain {type(features).__name__} {list(features.shape)}. Under "
-                "torch.func transforms use probe.bind(features)."
-            )
-        return TokenLayout.square(features.shape[1], self.backbone.prefix)
+        return self.backbone.layout_of(features)
 
     # The map
 

@@ -150,6 +150,7 @@ def sketch(
     rayleigh_ritz: bool = False,
     num_probes: int | None = None,
     rtol: float | None = None,
+    modes_rtol: float | None = None,
     lanczos_steps: int = _LANCZOS_STEPS,
     slq_probes: int = _SLQ_PROBES,
     max_depth: int = 40,
@@ -163,6 +164,8 @@ def sketch(
     "auto": see `choose_method`.
     ``num_probes``: trace probes, by default 32 (krylov) or the paper's 100. With ``rtol`` the most difficult sample of
     the batch decides how many are drawn; without it, a sample's numbers do not depend on its batch.
+    ``modes_rtol``: "krylov" grows its space until the energies of the modes are at least this accurate, whatever the
+    noise of the trace; where the modes themselves are wanted.
     ``with_earlier``: also what the Krylov space knew before its last block, to judge by the change how far singular
     values and modes are to be trusted.
     """
@@ -170,6 +173,8 @@ def sketch(
     for name, count in (("num_probes", num_probes), ("lanczos_steps", lanczos_steps), ("slq_probes", slq_probes)):
         if count is not None:
             whole_number(name, count)
+    if modes_rtol is not None:
+        finite_number("modes_rtol", modes_rtol, least=0, expected="a relative error such as 1e-4")
     if rtol is not None and finite_number("rtol", rtol, expected="a relative error such as 1e-3") < 2 * op.round_off:
         raise PullbackError(
             f"rtol: expected at least {2 * op.round_off:.1e}, since products in this precision leave a relative error "
@@ -187,9 +192,8 @@ def sketch(
         )
         total = hutchinson(op, num_probes=num_probes or _PAPER_PROBES, streams=streams)
     else:
-        svd, total = _krylov(
-            op, rank, num_probes or _TRACE_PROBES, rtol, max_depth, _MARGIN * with_effective_rank, streams
-        )
+        margin = _MARGIN * with_effective_rank
+        svd, total = _krylov(op, rank, num_probes or _TRACE_PROBES, rtol, modes_rtol, max_depth, margin, streams)
     effective = None
     if with_effective_rank:
         deflation = None if method == "paper" else svd
@@ -212,11 +216,18 @@ def sketch(
 
 
 def _krylov(
-    op: LinearOperator, rank: int, num_probes: int, rtol: float | None, max_depth: int, margin: int, streams: Streams
+    op: LinearOperator,
+    rank: int,
+    num_probes: int,
+    rtol: float | None,
+    modes_rtol: float | None,
+    max_depth: int,
+    margin: int,
+    streams: Streams,
 ) -> tuple[Svd, Estimate]:
     """Grow the Krylov space after the trace probes are multiplied: whatever basis it reaches, they tell its tail."""
     first = draw_probes(op, num_probes, streams)
-    tolerance = _trace_noise(*first, rtol, op.round_off)
+    tolerance = _trace_noise(*first, rtol, modes_rtol, op.round_off)
     svd = block_krylov(op, rank, rtol=tolerance, max_depth=max_depth, margin=margin, streams=streams)
     total = deflated_hutchinson(
         op,
@@ -231,7 +242,7 @@ def _krylov(
 
 
 def _trace_noise(
-    probes: Tensor, probe_images: Tensor, rtol: float | None, round_off: float
+    probes: Tensor, probe_images: Tensor, rtol: float | None, modes_rtol: float | None, round_off: float
 ) -> Callable[[KrylovSpace], Tensor]:
     """The truncation error worth reaching for a space: a fraction of the noise that its deflated trace has."""
 
@@ -245,6 +256,8 @@ def _trace_noise(
             # Too far from rtol for more probes to bridge: let the space grow, which takes the tail's variance away.
             reachable = probes.shape[-1] * (noise / rtol).square() <= _MAX_TRACE_PROBES
             worth = torch.where(reachable, worth.clamp_max(_TRUNCATION_SHARE * rtol), -1.0)
+        if modes_rtol is not None:
+            worth = worth.clamp_max(modes_rtol)
         return torch.where(nothing_left, torch.inf, worth)
 
     return tolerance

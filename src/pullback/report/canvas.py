@@ -101,12 +101,12 @@ def energy_colours(scale: tuple[float, float]) -> ScalarMappable:
     return ScalarMappable(LogNorm(*scale), "inferno")
 
 
-def energy_bar(figure: Figure | SubFigure, scale: tuple[float, float], **where: Any) -> None:
-    """Draw the bar that says what the colours of patches mean."""
+def energy_bar(figure: Figure | SubFigure, scale: tuple[float, float], token: str = "patch", **where: Any) -> None:
+    """Draw the bar that says what the colours of patches, or of registers, mean."""
     bar = figure.colorbar(energy_colours(scale), extend="both", **where)
     plain_log_ticks(bar.ax)
     bar.outline.set_visible(False)
-    bar.set_label("energy of a patch\n(1 = their mean)", fontsize=8)
+    bar.set_label(f"energy of a {token}\n(1 = their mean)", fontsize=8)
 
 
 def corner_note(axes: Axes, text: str) -> None:

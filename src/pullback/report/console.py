@@ -27,7 +27,7 @@ from pullback.report.wording import (
     times,
     unit,
 )
-from pullback.runs.documents import layer_name
+from pullback.runs.documents import in_picture, layer_name
 
 _NAMED = 10
 _LABEL_WIDTH, _LAYER_WIDTH, _GAP = 26, 15, 3
@@ -87,7 +87,7 @@ _ROWS: dict[str, Callable[[dict[str, Any]], str | Text]] = {
     "effective rank (all)": lambda layer: plus_minus(layer["r_eff_slq"]["mean"], layer["r_eff_slq"]["se"]),
     "CV over tokens": lambda layer: plus_minus(layer["cv"]["mean"], layer["cv"]["se"]),
     "  of a random direction": lambda layer: _null(layer["cv"]),
-    "CV over patches": lambda layer: _cv_over_patches(layer["cv"]),
+    "CV over patches": lambda layer: _cv_over_patches(layer["cv"]) if in_picture(layer) else "",
     "regime": lambda layer: Text(regime(layer), style="cyan"),
     "  over patches": lambda layer: _over_patches(layer),
     "products per image": lambda layer: f"{layer['products_per_image']:,.0f} {layer['method']}",

@@ -61,11 +61,11 @@ def draw_scenes(folder: Path) -> list[str]:
 
 
 def draw_diagnosis(folder: Path) -> list[str]:
-    """Draw `spectrum.png` and a `tokens_*.png` for each layer."""
+    """Draw `spectrum.png` and a `tokens_*.png` for each layer whose tokens have a place in the picture."""
     document = files.read_diagnosis(folder)
     arrays = files.read_importance(folder)
     figures = {files.SPECTRUM: spectrum_png(document)}
-    for layer in document["layers"]:
+    for layer in filter(files.in_picture, document["layers"]):
         figures[files.tokens_figure(layer["layer"])] = tokens_png(layer, arrays)
     for name, content in figures.items():
         write_bytes(folder / name, content)
@@ -91,7 +91,7 @@ def overview_figure(layer: dict[str, Any], energy: np.ndarray, name: str, unit: 
     rows, columns = energy.shape[1:]
     width = 9.6
     across = max(len(energy), 4)
-    tall = (width - 1.2) / across * rows / columns + 0.5
+    tall = max(1.5, (width - 1.2) / across * rows / columns + 0.5)  # strips leave no room for the bar's label
     with style(LIGHT):
         figure = Figure(figsize=(width, 3.8 + tall), layout="constrained")
         halves: Any = figure.subfigures(2, 1, height_ratios=(3.8, tall))
@@ -103,7 +103,7 @@ def overview_figure(layer: dict[str, Any], energy: np.ndarray, name: str, unit: 
             axes.set_axis_off()
             if place < len(energy):
                 axes.imshow(energy[place], cmap="inferno", norm=LogNorm(*scale))
-        energy_bar(below, scale, ax=cells, fraction=0.04, pad=0.01)
+        energy_bar(below, scale, "patch" if files.in_picture(layer) else "register", ax=cells, fraction=0.04, pad=0.01)
         title(figure, f"{name}: {_averaged(len(layer['per_image']), unit)}")
         return figure
 

@@ -98,19 +98,30 @@ def _scenes(folder: Path) -> dict[str, Any]:
     }
 
 
+def _tokens(layers: list[dict[str, Any]]) -> str:
+    """Write "65 tokens of width 192"; where layers differ, as features and registers do, with their names behind it."""
+    names: dict[tuple[int, int], list[str]] = {}
+    for layer in layers:
+        names.setdefault((layer["tokens"], layer["dim"]), []).append(files.layer_name(layer["layer"]))
+    shapes = {f"{tokens} tokens of width {dim}": ", ".join(own) for (tokens, dim), own in names.items()}
+    return " · ".join(shape if len(shapes) == 1 else f"{shape} ({own})" for shape, own in shapes.items())
+
+
 def _section(folder: Path) -> dict[str, Any]:
     """Collect what the section about one diagnosis shows."""
     document, arrays = files.read_diagnosis(folder), files.read_importance(folder)
     layers = document["layers"]
     measured = [layer for layer in layers if layer["convergence"]]
     shapes = {(scene["views"], *scene["size"]) for scene in document.get("scenes", [])}
-    names = [files.layer_name(layer["layer"]) for layer in layers]
+    names = [files.layer_name(layer["layer"]) for layer in layers if files.in_picture(layer)]
     return {
         "document": document,
         "unit": wording.unit(document),
         "sizes_differ": len(shapes) > 1,
+        "tokens_of": _tokens(layers),
         "spectrum": _figure(partial(spectrum_png, document), narrow=True),
-        "tokens": _views(arrays, names) if "views" in arrays else [_images(arrays, names)],
+        "tokens": [] if not names else _views(arrays, names) if "views" in arrays else [_images(arrays, names)],
+        "registers": [files.layer_name(layer["layer"]) for layer in layers if not files.in_picture(layer)],
         "measured": measured,
         "rounds": list(zip(*(layer["convergence"] for layer in measured), strict=True)),
     }

@@ -73,14 +73,14 @@ class ProgressDisplay(Progress):
         self._end_stage()
         self._print(f"{line}\n")
 
-    def work(self, what: str, total: int | None, unit: str) -> None:
+    def work(self, what: str, total: int | None, unit: str, done: int = 0) -> None:
         """A bar of ``total`` units, in place of the last one; a growing count where the total is not known."""
         self._end_stage()
-        self._lines.work(what, total, unit)
+        self._lines.work(what, total, unit, done)
         if self._work is not None:
             self._bar.remove_task(self._work)
         self.current, self._unit = what or None, unit
-        self._work = self._bar.add_task(what, total=total, count="")
+        self._work = self._bar.add_task(what, total=total, completed=done, count="")
 
     def describe(self, what: str) -> None:
         self._end_stage()

@@ -16,6 +16,7 @@ from pullback.runs.files import write_bytes
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
 _MARKERS = "osD^vP"
 _LOSS, _SCORE = "loss", "score"
+_POSTERIOR = ("kl", "log10_concentration")  # of a bottleneck, in units of their own
 
 
 def draw_training(folder: Path) -> list[str]:
@@ -37,28 +38,32 @@ def draw_plan(folder: Path) -> list[str]:
 
 
 def training_png(rows: list[dict[str, Any]], theme: Theme = LIGHT, dpi: int = DPI, narrow: bool = False) -> bytes:
-    """Draw the losses of a run (left) and the scores on held-out images (right) against the steps taken.
+    """Draw the losses of a run, then the scores on held-out images, then what a posterior is like, against the steps.
 
-    The score that decides which weights are kept is left out where it is one of the others; errors become bands.
+    The score that decides which weights are kept, which the title tells, is left out beside others; errors become
+    bands.
     """
     series = _series(rows)
-    fields = [[name for name in series if (_LOSS in name) == lost] for lost in (True, False)]
-    fields = [names for names in fields if names]
+    fields: dict[str, list[str]] = {}
+    for label in ("training loss", "on held-out images", "posterior on held-out images"):
+        fields |= {label: names} if (names := [name for name in series if _panel(name) == label]) else {}
     with style(theme):
-        size = (4.8, 2.9 * len(fields) + 0.5) if narrow else (9.6, 3.4)
+        size = (4.8, 2.9 * len(fields) + 0.5) if narrow else (4.8 * max(2, len(fields)), 3.4)
         figure = Figure(figsize=size, layout="constrained")
         shape = (len(fields), 1) if narrow else (1, len(fields))
-        for axes, names in zip(figure.subplots(*shape, squeeze=False).flat, fields, strict=True):
+        for axes, (label, names) in zip(figure.subplots(*shape, squeeze=False).flat, fields.items(), strict=True):
             for place, name in enumerate(names):
-                colour, marker = _COLOURS[place % len(_COLOURS)], _MARKERS[place % len(_MARKERS)]
+                again, own = divmod(place, len(_COLOURS))
+                colour, look = _COLOURS[own], {"marker": _MARKERS[own - again], "ls": ":" if again else "-"}
                 steps, values = zip(*series[name].items(), strict=True)
-                axes.plot(steps, values, color=colour, marker=marker, ms=4, label=name.replace("_", " "))
+                axes.plot(steps, values, color=colour, ms=4, label=name.replace("_", " "), **look)
                 errors = [2 * (row.get(f"{name}_se") or 0.0) for row in rows if row["step"] in series[name]]
                 low, high = ([v + sign * e for v, e in zip(values, errors, strict=True)] for sign in (-1, 1))
                 axes.fill_between(steps, low, high, color=colour, alpha=0.15, lw=0)
-            axes.set(xlabel="step", ylabel="training loss" if _LOSS in names[0] else "on held-out images")
+            axes.set(xlabel="step", ylabel=label)
             axes.grid(axis="y", color=theme.faint, alpha=0.25, lw=0.6)
-            axes.legend(frameon=False, fontsize=8)
+            beside = {"bbox_to_anchor": (1, 1), "loc": "upper left"} if len(names) > len(_COLOURS) else {}
+            axes.legend(frameon=False, fontsize=8, **beside)
         best = max((row for row in rows if row.get(_SCORE) is not None), key=lambda row: row[_SCORE], default=None)
         words = "" if best is None else f", best score {best[_SCORE]:.4g} at step {best['step']:,}"
         title(figure, f"{counted(rows[-1]['step'], 'step')}{words}")
@@ -66,13 +71,19 @@ def training_png(rows: list[dict[str, Any]], theme: Theme = LIGHT, dpi: int = DP
 
 
 def _series(rows: list[dict[str, Any]]) -> dict[str, dict[int, float]]:
-    """Return what was written at each step, by name, without errors and without the score where it has another name."""
+    """Return what was written at each step, by name, without errors, and without the score where there are others."""
     names = [name for name in dict.fromkeys(name for row in rows for name in row) if name != "step"]
     series = {name: {row["step"]: row[name] for row in rows if row.get(name) is not None} for name in names}
     series = {name: values for name, values in series.items() if values and not name.endswith("_se")}
-    if any(values == series.get(_SCORE) for name, values in series.items() if name != _SCORE):
+    if _SCORE in series and any(_LOSS not in name for name in series if name != _SCORE):
         del series[_SCORE]
     return series
+
+
+def _panel(name: str) -> str:
+    if _LOSS in name:
+        return "training loss"
+    return "posterior on held-out images" if name in _POSTERIOR else "on held-out images"
 
 
 def plan_png(document: dict[str, Any], theme: Theme = LIGHT, dpi: int = DPI, narrow: bool = False) -> bytes:

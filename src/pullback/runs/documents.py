@@ -26,6 +26,11 @@ def layer_name(layer: int | str) -> str:
     return layer if isinstance(layer, str) else f"L{layer:02d}"
 
 
+def in_picture(layer: dict[str, Any]) -> bool:
+    """Return whether the tokens of a layer of a diagnosis have a place in the picture: registers have none."""
+    return layer.get("in_picture", True)  # earlier versions knew no others
+
+
 def tokens_figure(layer: int | str) -> str:
     return f"tokens_{layer_name(layer)}.png"
 

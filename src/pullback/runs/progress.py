@@ -22,8 +22,9 @@ class Progress:
     def note(self, line: str) -> None:
         """Something worth a line that stays, such as how long the work will take."""
 
-    def work(self, what: str, total: int | None, unit: str) -> None:
-        """Something countable begins: ``total`` units, such as images, of ``what``; None where nobody knows."""
+    def work(self, what: str, total: int | None, unit: str, done: int = 0) -> None:
+        """Something countable begins: ``total`` units, such as images, of ``what``; None where nobody knows. ``done``:
+        how many of them an earlier run did."""
 
     def describe(self, what: str) -> None:
         """The work goes on with another part, such as the next layer."""
@@ -45,7 +46,7 @@ class Lines(Progress):
     def __init__(self, write: Callable[[str], object] | None = None) -> None:
         self._write = write or _on_standard_error
         self._live = write is None
-        self._what, self._unit, self._done = "", "", 0
+        self._what, self._unit, self._done, self._earlier = "", "", 0, 0
         self._total: int | None = None
         self._begun = self._printed = time.perf_counter()
 
@@ -55,8 +56,8 @@ class Lines(Progress):
     def note(self, line: str) -> None:
         self._write(f"{line}\n")
 
-    def work(self, what: str, total: int | None, unit: str) -> None:
-        self._what, self._unit, self._total, self._done = what, unit, total, 0
+    def work(self, what: str, total: int | None, unit: str, done: int = 0) -> None:
+        self._what, self._unit, self._total, self._done, self._earlier = what, unit, total, done, done
         self._begun = self._printed = time.perf_counter()
 
     def describe(self, what: str) -> None:
@@ -77,7 +78,7 @@ class Lines(Progress):
     def _line(self, seconds: float) -> str:
         if self._total is None:
             return f"{self._what}: {self._done:,} {self._unit}, {in_words(seconds)}"
-        left = in_words(seconds / max(1, self._done) * (self._total - self._done))
+        left = in_words(seconds / max(1, self._done - self._earlier) * (self._total - self._done))
         return f"{self._what}: {self._done:,}/{self._total:,} {self._unit}, {in_words(seconds)}, about {left} left"
 
     def finished(self, part: str, line: str) -> None:

@@ -186,4 +186,4 @@ def _samples_that_fit(recipe: Recipe, rows: int, features: Tensor) -> int:
     inputs = features[0].numel()
     krylov = 4 * default_block(recipe.rank) * USUAL_DEPTH + 3 * recipe.num_probes
     columns = 2 * min(rows, inputs) if recipe.method == "exact" else krylov
-    return within_memory(2 * columns * inputs * features.element_size(), features.device, MAX_SAMPLES)
+    return within_memory(2 * columns * max(rows, inputs) * features.element_size(), features.device, MAX_SAMPLES)

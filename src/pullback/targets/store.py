@@ -35,7 +35,7 @@ from pullback.data.images import PixelFormat
 from pullback.data.sources import LISTED, Source, open_source
 from pullback.errors import FileError, PullbackError, first_line, naming
 from pullback.operators import ProductCount
-from pullback.probes import INPUTS, ProbeMap, load_probe, multi_layer_probe
+from pullback.probes import HOOKS, INPUTS, ProbeMap, load_probe, multi_layer_probe
 from pullback.runs.documents import TARGETS as CONFIG
 from pullback.runs.files import read_json, remove_unfinished, write_atomic, write_json
 from pullback.runs.folder import claim_folder
@@ -153,7 +153,7 @@ class TargetStore:
         distance, layer = self.config["distance"], self.config["layer"]
         if self.config.get("output_metric") is not None:
             raise self._not_stored("used an output metric, which is not stored", "output_metric")
-        if isinstance(layer, str):
+        if layer == HOOKS:
             after_norm = self.config.get("after_norm", True)
             probe = multi_layer_probe(name, decoder, device=device, distance=distance, after_norm=after_norm)
         else:

@@ -51,11 +51,13 @@ def adapt(model: VGGT, name: str) -> VGGTBackbone:
 class VGGTBackbone(AnyBackbone):
     """A frozen VGGT: embed the views of scenes [B, S, 3, H, W] (or of one, [S, 3, H, W]), run any range of layers."""
 
-    views: ClassVar[bool] = True
-    unit: ClassVar[str] = "scenes"
     default_decoder: ClassVar[str] = "camera"
 
     model: VGGT
+
+    @property
+    def views(self) -> bool:
+        return True
 
     @property
     def depth(self) -> int:
