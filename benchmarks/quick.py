@@ -20,7 +20,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 WORKERS = 2  # scripts at a time: short runs measure nothing, so they may disturb one another
-# PHOTOS, OTHERS, HEAD and MODEL stand for folders that `prepare` fills; OUT for the folder of the results.
+# PHOTOS, OTHERS, HEAD, MODEL and BOTTLENECK stand for folders that `prepare` fills; OUT for the folder of the results.
 QUICK = {
     "products": "--layers 10 --tangents 2 --quick",
     "accuracy": "--model tiny-scenes --images PHOTOS --layers 10 --limit 2",
@@ -34,6 +34,14 @@ QUICK = {
     "--block 8 --steps-per-block 2 --validate-every 4 --work OUT/heads",
     "spn": "--train PHOTOS --held-out OTHERS --size 112 --rank 4 --width 32 --steps 4 --batch 2 --constant-images 4 "
     "--precision float32",
+    "bottleneck_spn": "--bottleneck BOTTLENECK --work OUT/bottleneck-spn --size 56 --train 6 --held-out 3 --rank 3 "
+    "--width 32 --steps 4 --batch 2 --chunk 4 --precision float32",
+    "bottleneck": "--bottleneck tiny-scenes=BOTTLENECK --cases scenes-depth --samples 1 --quality-samples 2 "
+    "--size 56 --rank 4 --slq-probes 2 --lanczos-steps 4 --precision float32",
+    "bottleneck_storage": "--bottleneck tiny-scenes=BOTTLENECK --cases scenes --train-images 12 --tokens 64 --rounds 2 "
+    "--held-out 4 --size 56",
+    "bottleneck_pruning": "--bottleneck tiny-scenes=BOTTLENECK --cases scenes --train-images 6 --steps 4 "
+    "--width 32 --held-out 3 --size 56 --ratios 0.5 --precision float32",
     "pruning_choices": "--model MODEL --images PHOTOS --heads 6=HEAD --limit 2 --ratios 0.5",
     "pruning_planner": "--model MODEL --heads 6=HEAD --calibration PHOTOS --held-out OTHERS --limit 2 --batch 2 "
     "--rounds 1",
@@ -45,6 +53,7 @@ QUICK = {
     "vggt_rules": "--scenes 2 --views 2 --scores random",
     "vggt_spectra": "--scenes 1",
     "plot_training": "--out OUT/training.png",
+    "plot_bottleneck": "--out OUT/bottleneck.png",
 }
 FULL = {
     "products": "--size base --device cuda --precision tf32",
@@ -54,6 +63,10 @@ FULL = {
     "targets": "--device cuda --precision tf32 float32",
     "layer_heads": "--model facebook/dinov2-small --train train/ --held-out others/ --device cuda --work runs/heads",
     "spn": "--model facebook/dinov2-small --train train/ --held-out others/ --device cuda",
+    "bottleneck_spn": "--bottleneck runs/bottleneck/model --work runs/bottleneck-spn --device cuda",
+    "bottleneck": "--bottlenecks runs/ --cases scenes-depth views-depth --device cuda",
+    "bottleneck_storage": "--bottlenecks runs/ --cases scenes --device cuda",
+    "bottleneck_pruning": "--bottlenecks runs/ --cases scenes --device cuda",
     "pruning_choices": "--model facebook/dinov2-small --images train/ --heads 3=heads/L03 6=heads/L06 10=heads/L10",
     "pruning_planner": "--model facebook/dinov2-small --heads 3=heads/L03 6=heads/L06 10=heads/L10 "
     "--calibration train/ --held-out others/ --device cuda",
@@ -67,12 +80,13 @@ FULL = {
 
 
 def prepare(folder: Path) -> dict[str, str]:
-    """Draw pictures and write a DINOv2-S and a head with random weights."""
+    """Draw pictures and write a DINOv2-S, a head and a bottleneck with random weights."""
     from measure import random_dinov2
     from PIL import Image
     from transformers.utils.logging import disable_progress_bar
 
     import pullback as pb
+    from pullback.learning.s2vae import S2VAE, S2VAEConfig
     from pullback.scenes import render
 
     for name, seeds in (("photos", range(6)), ("others", range(100, 103))):
@@ -84,7 +98,11 @@ def prepare(folder: Path) -> dict[str, str]:
     model = random_dinov2("small")
     model.save_pretrained(folder / "model")
     pb.ImportanceHead(model.config.hidden_size, 32).save_pretrained(folder / "head")
-    return {name.upper(): str(folder / name) for name in ("photos", "others", "model", "head")}
+    hooks = pb.load_probe("tiny-scenes", "depth", "hooks", device="cpu")
+    widths = (hooks.backbone.dim,) * len(hooks.layers)
+    small = S2VAEConfig(widths, hooks.layers, registers=4, latent=8, width=32, heads=2, blocks=1)
+    S2VAE(small).save_pretrained(folder / "bottleneck")
+    return {name.upper(): str(folder / name) for name in ("photos", "others", "model", "head", "bottleneck")}
 
 
 def main() -> None:
@@ -113,7 +131,7 @@ def main() -> None:
 def run(name: str, places: dict[str, str]) -> bool:
     """Run one script with one thread, say how long it took, and show what it printed if it failed."""
     words = QUICK[name].split()
-    if "OUT/training.png" not in words:
+    if not words or not words[-1].endswith(".png"):
         words += ["--out", "OUT"]
     command = [sys.executable, str(HERE / f"{name}.py"), *(filled(word, places) for word in words)]
     begun = time.perf_counter()

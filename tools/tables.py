@@ -15,11 +15,40 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from measured import embedded, first_contact, geometry, learning, overview, pruning, theorem, vggt
+from measured import (
+    bottleneck,
+    bottleneck_changes,
+    bottleneck_spn,
+    bottleneck_uses,
+    depth,
+    embedded,
+    first_contact,
+    geometry,
+    learning,
+    overview,
+    pruning,
+    theorem,
+    vggt,
+)
 from measured.common import ROOT
 
+SUBJECTS = (
+    geometry,
+    learning,
+    bottleneck,
+    bottleneck_changes,
+    bottleneck_spn,
+    bottleneck_uses,
+    pruning,
+    theorem,
+    vggt,
+    embedded,
+    depth,
+    first_contact,
+    overview,
+)
 BLOCKS: dict[str, Callable[[], str]] = {}
-for module in (geometry, learning, pruning, theorem, vggt, embedded, first_contact, overview):
+for module in SUBJECTS:
     BLOCKS |= module.BLOCKS
 BLOCK = re.compile(r"<!-- measured: (?P<name>[\w-]+) -->\n.*?<!-- end -->", re.DOTALL)
 MARKER = re.compile(r"<!-- (?:measured: [\w-]+|end) -->")

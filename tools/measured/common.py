@@ -65,34 +65,41 @@ def source(*names: str) -> str:
 
 
 def provenance(name: str) -> str:
-    found = facts(name)
+    return in_words(facts(name))
+
+
+def in_words(found: dict[str, str]) -> str:
+    """Write what `facts` or `facts_of` found, as far as it is known."""
     return ", ".join(found[key] for key in ("machine", "precision", "date", "commit") if found[key])
 
 
 def facts(name: str) -> dict[str, str]:
     """Return machine, precision, date and commit of a result file; no precision or commit where it does not say."""
-    precision, commit = "", ""
     if name in NOTED:
         machine, date = NOTED[name]
-    elif name.endswith(".txt"):  # a log that was kept: its first line begins with machine, versions and date
+        return {"machine": machine, "precision": "", "date": date, "commit": ""}
+    if name.endswith(".txt"):  # a log that was kept: its first line begins with machine, versions and date
         first = read(name).partition(". ")[0].split(", ")
-        machine, date = first[0], first[-1]
-    else:
-        content = read(name)
-        content = content[0] if isinstance(content, list) else content
-        stored = content.get("machine", content)  # a name, or a dictionary with the device
-        machine = stored if isinstance(stored, str) else stored.get("device", "")
-        threads = "" if isinstance(stored, str) or "H200" in machine else stored.get("threads", "")
-        if machine and threads:
-            machine += f", {threads} thread{'s' * (int(threads) > 1)}"
-        both = {**content, **(stored if isinstance(stored, dict) else {})}
-        date, commit = content.get("date", both.get("date", ""))[:10], both.get("commit", "")
-        precision = content.get("precision", "").partition(" arithmetic")[0]
+        return {"machine": first[0], "precision": "", "date": first[-1], "commit": ""}
+    content = read(name)
+    return facts_of(content[0] if isinstance(content, list) else content, name)
+
+
+def facts_of(content: dict[str, Any], name: str) -> dict[str, str]:
+    """Return what a document, or a part of one, says of its origin. ``name``: its name in an error."""
+    stored = content.get("machine", content)  # a name, or a dictionary with the device
+    machine = stored if isinstance(stored, str) else stored.get("device", "")
+    threads = "" if isinstance(stored, str) or "H200" in machine else stored.get("threads", "")
+    if machine and threads:
+        machine += f", {threads} thread{'s' * (int(threads) > 1)}"
+    both = {**content, **(stored if isinstance(stored, dict) else {})}
+    date, commit = content.get("date", both.get("date", ""))[:10], both.get("commit") or ""
     if not machine or not date:
         raise ValueError(f"{name} says neither its machine nor its date: store them, or note them in NOTED")
     if commit:
         commit = f"commit {commit[:7]}" + (f". {UNCOMMITTED}" if commit.endswith("-dirty") else "")
     machine = "NVIDIA H200" if "H200" in machine else machine
+    precision = content.get("precision", "").partition(" arithmetic")[0]
     return {"machine": machine, "precision": precision, "date": date, "commit": commit}
 
 
@@ -128,6 +135,11 @@ def span(values: Iterable[float], places: int = 2) -> str:
     values = list(values)
     low, high = f"{min(values):,.{places}f}", f"{max(values):,.{places}f}"
     return low if low == high else f"{low} to {high}"
+
+
+def listed(names: Sequence[str]) -> str:
+    """Write names one after the other: a, b and c."""
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def p_value(value: float) -> str:

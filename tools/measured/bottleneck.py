@@ -1,0 +1,556 @@
+"""The bottleneck: spectra before and after it, what the task keeps, and how alike the two pullbacks are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
+from typing import Any
+
+from .common import digits, facts_of, in_words, joined, listed, pm, read, said, source, span, table
+
+SPECTRA, CHANGES, TRAINING = (f"bottleneck{part}.json" for part in ("_cuda", "_changes_cpu", "_training_cuda"))
+CASES = {
+    "saliency-L11": "DINOv2-S saliency at L11",
+    "saliency-L10": "DINOv2-S saliency at L10",
+    "saliency-L08": "DINOv2-S saliency at L8",
+    "dinov2-depth": "DINOv2-S depth at its inputs",
+    "dinov2-depth-L08": "DINOv2-S depth at L8",
+    "views-depth": "`tiny-views` depth at x_vis",
+    "scenes-depth": "`tiny-scenes` depth at its four layers",
+}
+SIZES = {f"size-{size}": f"{size:,}" for size in (256, 1024, 4096, 8192)}
+KINDS = {"size-4096": "S²-VAE", "gaussian": "Gaussian VAE", "deterministic": "plain autoencoder"}
+READ_BY_THE_DECODER = ("saliency-L11", "dinov2-depth", "views-depth", "scenes-depth")
+"""Cases whose place is what the decoder reads; the others lie before it."""
+ARROW = " → "
+NEAR = 0.97
+"""The δ1 against the output without a bottleneck that a good one is expected to keep."""
+LOW = 0.9
+"""A spectrum is rich where 50 directions hold less than this share of it."""
+Case = dict[str, Any]
+
+
+def cases(names: Iterable[str]) -> dict[str, Case]:
+    """Return the cases of these names that were measured."""
+    found = read(SPECTRA)["cases"]
+    return {name: found[name] for name in names if name in found}
+
+
+def rich(measured: Mapping[str, Case]) -> dict[str, Case]:
+    """Return the cases whose spectrum is rich without a bottleneck."""
+    return {name: case for name, case in measured.items() if mean(case, "before", "kappa_50") < LOW}
+
+
+def origin(measured: Mapping[str, Case], titles: Mapping[str, str]) -> str:
+    """Write where the cases were measured. Those of one file may come from several machines; pictures have the size of
+    the model's own, or the one that is said."""
+    groups: dict[str, list[str]] = {}
+    for name, case in measured.items():
+        own = case["settings"]
+        size = f", pictures of {own['size']} pixels" if own["size"] else ""
+        found = in_words(facts_of({"machine": case["machine"], "precision": own["precision"] + size}, name))
+        groups.setdefault(found, []).append(titles[name])
+    most, *others = sorted(groups, key=lambda found: -len(groups[found]))
+    apart = [f"{listed([f'“{own}”' for own in groups[found]])} ({found})" for found in others]
+    return f"*`{SPECTRA}` ({most}{'; except ' * bool(apart)}{', '.join(apart)})*"
+
+
+def mean(case: Case, part: str, key: str) -> float:
+    return float(case[part][key]["mean"])
+
+
+def both(case: Case, key: str, places: int) -> str:
+    """Write a number before and after."""
+    return ARROW.join(f"{mean(case, part, key):.{places}f}" for part in ("before", "after"))
+
+
+def with_errors(case: Case, key: str, places: int) -> str:
+    return ARROW.join(pm(case[part][key], places) for part in ("before", "after"))
+
+
+def r90(found: Case) -> str:
+    return f"> {found['r90']['median'] - 1}" if found["r90"]["bound"] else str(found["r90"]["median"])
+
+
+def between(values: Iterable[float]) -> str:
+    low, *_, high = sorted(values)
+    return f"between {low:,.0f} and {high:,.0f}"
+
+
+def lost_variance(case: Case) -> float:
+    """Return the share of the features' variance that does not come back, mean over layers."""
+    shares = case["quality"]["unexplained"]
+    return float(sum(shares.values()) / len(shares))
+
+
+# Spectra
+
+
+def answer() -> str:
+    """What was reached and what was not."""
+    measured = cases(CASES)
+    full, delta1 = rich(measured), depth_quality(measured)
+    far = [name for name, value in delta1.items() if value < NEAR]
+    share = {name: case["agreement"]["20"]["share"]["mean"] for name, case in measured.items()}
+    inputs = [value for name, value in share.items() if name in READ_BY_THE_DECODER]
+    earlier = [value for name, value in share.items() if name not in READ_BY_THE_DECODER]
+    before, after = ([mean(case, part, "kappa_50") for case in full.values()] for part in ("before", "after"))
+    saliency = measured["saliency-L11"]
+    seen = {
+        name: [found["cosine"]["mean"] for found in case["changes"].values()]
+        for name, case in read(CHANGES)["cases"].items()
+    }
+    scores = [f"{value:.3f} for {short(name)}" for name, value in delta1.items()]
+    sentences = [
+        said(
+            min(after) > LOW > max(before),
+            f"**Tractable: yes.** Where 50 directions held {span(before)} of the pullback, they hold {span(after)} of "
+            "the compressed one. At what the saliency decoder reads, the effective rank falls from "
+            f"{mean(saliency, 'before', 'r_eff'):,.0f} to {mean(saliency, 'after', 'r_eff'):.0f}.",
+        ),
+        said(
+            bool(far),
+            f"**The task's output: kept in part.** δ1 against the depth without a bottleneck is {listed(scores)}, "
+            f"where a good one keeps at least {NEAR} (paper: ≈ 0.99). The saliency map keeps a correlation of "
+            f"{mean(saliency, 'quality', 'correlation'):.2f}.",
+        ),
+        said(
+            max(inputs) < 0.5,
+            f"**The original's directions: mostly not found.** At what the decoder reads, the 20 leading directions of "
+            f"the compressed probe hold {span(inputs, 3)} of what the best 20 hold of the original pullback; at "
+            f"earlier layers {span(earlier)}. Which patches matter is kept better than in which direction.",
+        ),
+        said(
+            min(seen["saliency-L11"]) > 0.8 > max(map(max, (seen[name] for name in delta1))),
+            "**What pictures do to the output: for saliency, yes.** Of changes that pictures make, the two Jacobians "
+            f"say nearly the same there (cosine {span(seen['saliency-L11'])} at L11); of depth they do only roughly "
+            f"({span(value for name in delta1 for value in seen[name])}).",
+        ),
+    ]
+    return joined(sentences)
+
+
+def spectra() -> str:
+    rows = [
+        [
+            "*paper: VGGT-1B depth at x_vis*",
+            "",
+            "",
+            "4,096",
+            "282" + ARROW + "30 to 53",
+            "≫ 100" + ARROW + "≈ 40",
+            "",
+            "0.578" + ARROW + "not stated",
+            "",
+        ]
+    ]
+    measured = cases(CASES)
+    for name, case in measured.items():
+        own = case["case"]
+        sizes = [str(own["pixels"][0]), f"{own['outputs']:,}", f"{own['bound']:,}"]
+        kappas = [both(case, f"kappa_{rank}", 2) for rank in (20, 50)]
+        reach = ARROW.join(r90(case[part]) for part in ("before", "after"))
+        rows.append([CASES[name], *sizes, with_errors(case, "r_eff", 1), reach, *kappas, both(case, "cv_patches", 2)])
+    header = ["probe", "pixels", "M", "M'", "r_eff", "r_0.90", "κ(20)", "κ(50)", "CV of patches"]
+    settings = next(iter(measured.values()))["settings"]
+    return joined(
+        table(header, rows),
+        origin(measured, CASES),
+        f"Without the bottleneck{ARROW}with it, at the same features of {settings['samples']} held-out images, or "
+        f"scenes of {settings['views']} views: mean ± standard error over them. {settings['rank']} modes, converged to "
+        f"1e-4, so r_0.90 (the median) is known up to {settings['rank']}. M' is the bound on the rank: registers times "
+        "their dimension, for each view.",
+        spectra_sentences(measured),
+    )
+
+
+def short(name: str) -> str:
+    """The decoder of a case, without its place."""
+    return CASES[name].partition(" at ")[0]
+
+
+def spectra_sentences(measured: dict[str, Case]) -> list[str]:
+    """Say where spectra became poorer, and beside that which were never rich."""
+    full = rich(measured)
+    reached = [case["after"]["r90"]["median"] for case in full.values()]
+    low = {name: case for name, case in measured.items() if name not in full}
+    change = [mean(case, "after", "r_eff") / mean(case, "before", "r_eff") for case in low.values()]
+    sentences = [
+        said(
+            all(case["before"]["r90"]["bound"] and not case["after"]["r90"]["bound"] for case in full.values())
+            and all(mean(case, "after", "r_eff") < mean(case, "before", "r_eff") for case in full.values()),
+            f"Rich without a bottleneck (κ(50) below {LOW}) are {listed([CASES[name] for name in full])}. There the "
+            f"effective rank falls from {between(mean(c, 'before', 'r_eff') for c in full.values())} to "
+            f"{between(mean(c, 'after', 'r_eff') for c in full.values())} (paper: from 282 to between 30 and 53), and "
+            f"r_0.90 to {between(reached)} (paper: ≈ 40).",
+        )
+    ]
+    if low:
+        sentences.append(
+            said(
+                max(change) < 1,
+                f"Not rich to begin with {'are' if len(low) > 1 else 'is'} {listed([CASES[name] for name in low])}; "
+                f"there the effective rank falls to {span(change)} of what it was, which was not needed.",
+            )
+        )
+    if "scenes-depth" in measured:
+        control, small = measured["scenes-depth"], cases(SIZES)["size-4096"]
+        sentences.append(
+            said(
+                mean(control, "before", "kappa_50") < LOW < mean(small, "before", "kappa_50"),
+                "`tiny-scenes` depth was chosen as a control of low rank. At its full size it is not one (κ(50) = "
+                f"{mean(control, 'before', 'kappa_50'):.2f} without a bottleneck), on pictures of half the side it is "
+                f"({mean(small, 'before', 'kappa_50'):.2f}).",
+            )
+        )
+    delta1 = {name: value for name, value in depth_quality(full).items() if value < NEAR}
+    if delta1:
+        sentences.append(
+            f"- A low rank says little where the output is another one: "
+            f"{listed([f'{short(name)} (δ1 {value:.3f})' for name, value in delta1.items()])}."
+        )
+    return sentences
+
+
+def depth_quality(measured: Mapping[str, Case]) -> dict[str, float]:
+    """Return δ1 of the cases of depth, one for each bottleneck."""
+    found: dict[str, float] = {}
+    seen: set[str] = set()
+    for name, case in measured.items():
+        if "delta1" in case["quality"] and case["case"]["bottleneck"] not in seen:
+            seen.add(case["case"]["bottleneck"])
+            found[name] = mean(case, "quality", "delta1")
+    return found
+
+
+def latent() -> str:
+    """The same map seen from the registers, on their spheres and in the ambient space."""
+    parts = ("latent, sphere", "latent, ambient")
+    measured = {name: case for name, case in cases(CASES).items() if set(parts) <= set(case)}
+    once = {case["case"]["bottleneck"]: name for name, case in measured.items()}  # places share their registers
+    rows, differences = [], []
+    for name in once.values():
+        found = [measured[name][part] for part in parts]
+        cells = [pm(own["r_eff"], 1) for own in found] + [" / ".join(r90(own) for own in found)]
+        cells += [" / ".join(f"{own[f'kappa_{rank}']['mean']:.2f}" for own in found) for rank in (20, 50)]
+        rows.append([short(name), f"{found[0]['inputs']:,}", *cells])
+        differences.append(abs(found[1]["r_eff"]["mean"] / found[0]["r_eff"]["mean"] - 1))
+    header = ["decoder", "numbers", "r_eff on the spheres", "r_eff, ambient", "r_0.90", "κ(20)", "κ(50)"]
+    return joined(
+        table(header, rows),
+        origin({name: measured[name] for name in once.values()}, {name: short(name) for name in CASES}),
+        "z ↦ decoder(G(z)) at z = E(x); pairs are sphere / ambient.",
+        "- Leaving out the directions off the spheres changes the effective rank by "
+        f"{digits(100 * max(differences), 1)} % at most.",
+    )
+
+
+def rank_bound() -> str:
+    """The numerical rank of the compressed Jacobian, where it was counted."""
+    counted = {name: case for name, case in cases(SIZES).items() if "rank" in case}
+    rows, limits = [], []
+    for case in counted.values():
+        own, found = case["case"], case["rank"]
+        limits.append(own["views"] * own["registers"] * (own["latent"] - 1))
+        rows.append(
+            [
+                f"`{own['model']}` {own['decoder']}, {own['registers']} × {own['latent']}",
+                f"{found['bound']:,}",
+                f"{limits[-1]:,}",
+                f"{found['numerical']:,}",
+                f"{found['first_beyond_the_bound']:.0e}",
+            ]
+        )
+    header = ["compressed probe", "M' = R d", "R (d − 1)", "numerical rank", "σ beyond M', of the first"]
+    columns = next(iter(counted.values()))["rank"]
+    numerical = [case["rank"]["numerical"] for case in counted.values()]
+    return joined(
+        table(header, rows),
+        origin(counted, SIZES),
+        f"Products with {columns['columns'] - columns['bound']} random directions more than M', of one scene, in "
+        f"float64; singular values below {columns['zero']:.0e} of the first count as none. On its sphere a register of "
+        "d numbers has d − 1 directions. Larger bottlenecks were not counted.",
+        [
+            said(
+                numerical == limits,
+                "The rank is exactly the number of directions of the latent; what lies beyond is round-off.",
+            )
+        ],
+    )
+
+
+# Outputs
+
+
+def quality() -> str:
+    """The task with and without the bottleneck."""
+    rows = [["*paper: VGGT-1B depth*", "≈ 0.99", "", "", "", ""]]
+    measured = cases(CASES)
+    once = {case["case"]["bottleneck"]: name for name, case in measured.items()}  # places share the output
+    for name in once.values():
+        found = measured[name]["quality"]
+        depth = [pm(found["delta1"], 3), pm(found["abs_rel"], 3)] if "delta1" in found else ["", ""]
+        others = [pm(found["correlation"], 3), pm(found["relative_l2"], 3)]
+        lost = ", ".join(f"{layer} {share:.2f}" for layer, share in found["unexplained"].items())
+        rows.append([short(name), *depth, *others, lost])
+    delta1 = depth_quality(measured)
+    sentences = [
+        f"- δ1 is {'at least' if value >= NEAR else 'below'} {NEAR} for {short(name)} ({value:.3f})."
+        for name, value in delta1.items()
+        if name != "dinov2-depth"
+    ]
+    photographs, own = measured["dinov2-depth"], read(TRAINING)["runs"]["dinov2-depth"]["settings"]
+    lost = lost_variance(photographs)
+    sentences.append(
+        said(
+            lost > 0.5 and delta1["dinov2-depth"] < NEAR,
+            f"DINOv2-S depth is no faithful bottleneck: {100 * lost:.0f} % of the variance of the features is lost and "
+            f"δ1 is {delta1['dinov2-depth']:.3f}, after {own['steps']:,} steps on {own['images']:,} photographs.",
+        )
+    )
+    count = next(iter(measured.values()))["quality"]["images"]
+    header = ["decoder", "δ1", "AbsRel", "correlation", "relative L2", "variance of the features that is lost"]
+    note = f"Output from G(E(x)) against output from x, {count} held-out images or scenes; lost variance by layer."
+    where = origin({name: measured[name] for name in once.values()}, {name: short(name) for name in CASES})
+    return joined(table(header, rows), where, note, sentences)
+
+
+def training() -> str:
+    """What the training of each bottleneck took, and where it ended."""
+    document = read(TRAINING)
+    rows = []
+    for name, run in document["runs"].items():
+        own, scores = run["settings"], run["scores"]
+        size = f"{own['registers'] * own['latent']:,}" + (
+            "" if own["posterior"] == "power-spherical" else f", {own['posterior']}"
+        )
+        drawn = f"{own['images']:,} photographs" if "images" in own else f"scenes, drawn {own['block']:,} at a time"
+        score = (
+            f"δ1 {scores['delta1']:.3f} ± {scores['delta1_se']:.3f}"
+            if "delta1" in scores
+            else f"relative L2 {scores['relative_l2']:.3f} ± {scores['relative_l2_se']:.3f}"
+        )
+        steps = f"{own['steps']:,} × {own['batch']}"
+        cells = [str(own["pixels"]), size, drawn, steps, f"{run['seconds']:.0f}", score, f"{scores['unexplained']:.3f}"]
+        rows.append([f"{name}{' (ships)' if own.get('shipped') else ''}", *cells, f"{own['bytes'] / 1e6:.1f}"])
+    seconds = [run["seconds"] for run in document["runs"].values()]
+    ends = [run["validations"][-2:] for run in document["runs"].values()]
+    header = ["run", "pixels", "M' of a view", "data", "steps", "seconds", "score", "lost variance", "MB"]
+    return joined(
+        table(header, rows),
+        source(TRAINING),
+        "Scores on held-out scenes or photographs, averaged weights; lost variance is the mean over layers. Seconds "
+        f"are of a GPU that {document['processes']} processes shared. The commands are in the file.",
+        [
+            said(
+                max(seconds) < 600,
+                f"Every training took less than 10 minutes ({min(seconds):.0f} to {max(seconds):.0f} s).",
+            ),
+            said(
+                all(last["unexplained"] < first["unexplained"] for first, last in ends),
+                "All of them still improved at their last validation: none was trained to the end.",
+            ),
+        ],
+    )
+
+
+def card() -> str:
+    """The scores of the bottleneck that ships."""
+    run = read(TRAINING)["runs"]["tiny-scenes"]
+    scores, own = run["scores"], run["settings"]
+    case = cases(["scenes-depth"])["scenes-depth"]
+    found = case["agreement"]["20"]
+    energies = [f"{found['kappa']['mean']:.3f}", pm(found["captured"], 3)]
+    rows = [
+        ["depth: δ1", f"{scores['delta1']:.4f} ± {scores['delta1_se']:.4f}"],
+        ["depth: AbsRel", f"{scores['abs_rel']:.4f}"],
+        *([f"lost variance of layer {layer}", f"{scores[f'unexplained_L{layer:02d}']:.3f}"] for layer in own["layers"]),
+        ["effective rank of the depth map at the features, without → with", with_errors(case, "r_eff", 1)],
+        ["energy of the original metric in 20 directions, its own → the compressed ones", ARROW.join(energies)],
+        ["rank correlation of the importances of patches", pm(found["spearman_patches"], 2)],
+    ]
+    return joined(
+        table(["held-out scenes, with the bottleneck against without", ""], rows),
+        f"{source(TRAINING)}; {origin({'scenes-depth': case}, CASES)}",
+        f"- Training took {run['seconds']:.0f} s on a GPU that other trainings shared; the file has "
+        f"{own['bytes'] / 1e6:.1f} MB.",
+    )
+
+
+# Agreement
+
+
+def agreement() -> str:
+    """How far the compressed pullback tells of the original one."""
+    rows = []
+    measured = cases(CASES)
+    for name, case in measured.items():
+        for rank, found in case["agreement"].items():
+            angles = found["angles"]
+            cells = [
+                pm(found["captured"], 3),
+                f"{found['kappa']['mean']:.3f}",
+                pm(found["share"], 3),
+                pm(found["alignment"], 3),
+                f"{angles[0]:.0f}°, {angles[len(angles) // 2]:.0f}°, {angles[-1]:.0f}°",
+                pm(found["spearman_patches"], 3),
+            ]
+            rows.append([CASES[name] if rank == "20" else "", rank, *cells])
+    header = ["probe", "r", "energy of g captured", "κ(r)", "share of κ(r)", "V₁", "angles", "ρ of importances"]
+    return joined(
+        table(header, rows),
+        origin(measured, CASES),
+        "The leading r directions of the compressed probe, judged by the original: the energy of g that they hold, of "
+        "which the best r directions hold κ(r); V₁ = |VᵀṼ|²/r and the principal angles between the two subspaces "
+        "(smallest, median, largest); Spearman's ρ of the two importances over patches.",
+        agreement_sentences(measured),
+    )
+
+
+def agreement_sentences(measured: Mapping[str, Case]) -> list[str]:
+    at_20 = {name: case["agreement"]["20"] for name, case in measured.items()}
+    share = {name: found["share"]["mean"] for name, found in at_20.items()}
+    inputs = [name for name in share if name in READ_BY_THE_DECODER]
+    rho = [found["spearman_patches"]["mean"] for found in at_20.values()]
+    chain = ["saliency-L11", "saliency-L10", "saliency-L08"]
+    depth = ["dinov2-depth", "dinov2-depth-L08"]
+    return [
+        said(
+            max(share[name] for name in inputs) < 0.5 and min(at_20[name]["angles"][0] for name in inputs) > 45,
+            f"At what the decoder reads, the compressed directions hold {span((share[name] for name in inputs), 3)} of "
+            "what 20 directions can hold, and even the smallest principal angle is "
+            f"{span((at_20[name]['angles'][0] for name in inputs), 0)} degrees: few numbers of another map, not the "
+            "metric of the original in few numbers.",
+        ),
+        said(
+            all(share[a] < share[b] for own in (chain, depth) for a, b in pairwise(own)),
+            "Seen from earlier layers the same bottleneck agrees better: "
+            f"{', '.join(f'{share[name]:.2f} at L{name[-2:].lstrip(chr(48))}' for name in chain)} (saliency), "
+            f"{share[depth[0]]:.2f} at its inputs and {share[depth[1]]:.2f} at L8 (depth).",
+        ),
+        said(
+            min(rho) > 0.4,
+            f"Importances of patches agree with ρ = {span(rho)}: where the task looks survives the bottleneck better "
+            "than in which directions.",
+        ),
+    ]
+
+
+def sizes() -> str:
+    """The curve of tractability against fidelity."""
+    measured = cases(SIZES)
+    rows = []
+    for case in measured.values():
+        own, found = case["case"], case["agreement"]
+        rows.append(
+            [
+                f"{own['bound']:,} ({own['registers']} × {own['latent']})",
+                pm(case["after"]["r_eff"], 1),
+                r90(case["after"]),
+                f"{mean(case, 'after', 'kappa_20'):.3f}",
+                pm(case["quality"]["delta1"], 3),
+                f"{lost_variance(case):.3f}",
+                pm(found["20"]["share"], 3),
+                pm(found["50"]["share"], 3),
+                pm(found["20"]["spearman_patches"], 3),
+            ]
+        )
+    own = list(measured.values())
+    without = own[0]["before"]
+    rows.append(
+        ["none", pm(without["r_eff"], 1), r90(without), f"{without['kappa_20']['mean']:.3f}", "1", "0", "1", "1", "1"]
+    )
+    curves = {
+        "δ1": [mean(case, "quality", "delta1") for case in own],
+        "share": [case["agreement"]["20"]["share"]["mean"] for case in own],
+        "ρ": [case["agreement"]["20"]["spearman_patches"]["mean"] for case in own],
+        "r_eff": [mean(case, "after", "r_eff") for case in own],
+    }
+    ends = {name: (f"{values[0]:.3f}", f"{values[-1]:.3f}") for name, values in curves.items()}
+    header = ["M'", "r_eff", "r_0.90", "κ(20)", "δ1", "lost variance", "share of κ(20)", "share of κ(50)", "ρ"]
+    return joined(
+        table(header, rows),
+        origin(measured, SIZES),
+        "`tiny-scenes` depth at its four layers, bottlenecks trained alike (2, 8, 32 and 64 registers of 128 numbers), "
+        "on pictures of half the side that the model was made for. "
+        "The share of κ(r) is the energy of g in the compressed probe's leading r directions, over that in the best r; "
+        "ρ is of importances over patches.",
+        [
+            said(
+                all(values == sorted(values) for values in curves.values()),
+                f"More numbers are more faithful in every measure: from the smallest to the largest δ1 goes from "
+                f"{ends['δ1'][0]} to {ends['δ1'][1]}, ρ from {ends['ρ'][0]} to {ends['ρ'][1]}, and the share of κ(20) "
+                f"from {ends['share'][0]} to {ends['share'][1]}.",
+            ),
+            said(
+                max(curves["r_eff"]) < without["r_eff"]["mean"] and max(curves["share"]) < 0.2,
+                f"They cost little tractability: the effective rank rises from {curves['r_eff'][0]:.1f} to "
+                f"{curves['r_eff'][-1]:.1f}, and stays below the {without['r_eff']['mean']:.1f} without a bottleneck. "
+                "No size comes near the directions of the original.",
+            ),
+        ],
+    )
+
+
+def kinds() -> str:
+    """Other latents of the same size."""
+    measured = cases(KINDS)
+    rows = []
+    for name, case in measured.items():
+        found = case["agreement"]["20"]
+        place = "latent, sphere" if "latent, sphere" in case else "latent, ambient"
+        rows.append(
+            [
+                KINDS[name],
+                f"{case['case']['registers']} × {case['case']['latent']}",
+                pm(case["after"]["r_eff"], 1),
+                pm(case[place]["r_eff"], 1),
+                pm(case["quality"]["delta1"], 4),
+                pm(case["quality"]["abs_rel"], 4),
+                f"{lost_variance(case):.3f}",
+                pm(found["share"], 3),
+                pm(found["spearman_patches"], 3),
+            ]
+        )
+    header = [
+        "latent",
+        "size",
+        "r_eff, features",
+        "r_eff, latent",
+        "δ1",
+        "AbsRel",
+        "lost variance",
+        "share of κ(20)",
+        "ρ",
+    ]
+    scores = [case["quality"]["delta1"] for case in measured.values()]
+    shares = [case["agreement"]["20"]["share"]["mean"] for case in measured.values()]
+    ranks = [mean(case, "after", "r_eff") for case in measured.values()]
+    gap = max(score["mean"] for score in scores) - min(score["mean"] for score in scores)
+    return joined(
+        table(header, rows),
+        origin(measured, KINDS),
+        "`tiny-scenes` depth at the four layers, trained alike.",
+        [
+            said(
+                gap < 2 * min(score["se"] for score in scores) and max(shares) < 0.1,
+                f"The three are alike: δ1 differs by {gap:.4f}, less than two standard errors of any; effective ranks "
+                f"are {span(ranks, 1)}, shares of κ(20) {span(shares, 3)}. Here the spheres keep the depth no better "
+                "and no worse than other latents; what bounds the rank is the size.",
+            )
+        ],
+    )
+
+
+BLOCKS = {
+    "bottleneck-answer": answer,
+    "bottleneck-spectra": spectra,
+    "bottleneck-quality": quality,
+    "bottleneck-latent": latent,
+    "bottleneck-rank": rank_bound,
+    "bottleneck-agreement": agreement,
+    "bottleneck-sizes": sizes,
+    "bottleneck-kinds": kinds,
+    "bottleneck-training": training,
+    "tiny-scenes-s2vae-card": card,
+}
