@@ -12,7 +12,7 @@ weights that did best end up in `model/`, with ``--half`` as float16.
 
 The one of `tiny-scenes` that comes with the package:
 
-    python -m recipes.bottleneck --model tiny-scenes --width 192 --half --steps 3000 --batch 64 --block 4096 \\
+    python -m recipes.bottleneck --model tiny-scenes --no-cells --width 192 --half --steps 3000 --batch 64 --block 4096 \\
         --passes 8 --validate-every 1000 --device cuda --out runs/s2vae
 
 To ship one, give it the fingerprint of the weights that it is for and save it beside the embedded models, where
@@ -36,6 +36,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
+from pullback.data.crops import CROPS
 from pullback.errors import PullbackError
 from pullback.learning.fit import CurrentBlock, FitConfig, Share
 from pullback.learning.s2vae import POSTERIORS, S2VAE
@@ -164,8 +165,11 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--images", help="photographs; without them scenes are drawn")
     found.add_argument("--held-out", dest="judges", help="photographs that judge")
     found.add_argument("--limit", type=int, help="of photographs")
+    found.add_argument("--no-vary", action="store_true", help="photographs as they are, features computed once")
     for own in (*fields(BottleneckOptions), *fields(Drawing)):
-        if own.name == "posterior":
+        if own.name == "cells":
+            found.add_argument("--cells", action=argparse.BooleanOptionalAction, default=own.default)
+        elif own.name == "posterior":
             found.add_argument("--posterior", choices=POSTERIORS, default=own.default)
         elif own.name == "held_out":
             found.add_argument("--held-out-scenes", type=int, default=own.default)
@@ -216,6 +220,7 @@ def main() -> None:
             **sizes,
             size=given.size,
             limit=given.limit,
+            variation=None if given.no_vary else CROPS,
             config=config,
             out=given.out,
             seconds=given.seconds,

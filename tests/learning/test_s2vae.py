@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pullback.errors import DamagedModelError, ModelError, ShapeError
-from pullback.learning.s2vae import MAX_CONCENTRATION, POSTERIORS, S2VAE, S2VAEConfig
+from pullback.learning.s2vae import MAX_CONCENTRATION, POSTERIORS, S2VAE, S2VAEConfig, cells_of
 from pullback.tokens import Features, TokenLayout
 
 LAYOUT = TokenLayout(1, (3, 4))
@@ -16,7 +16,8 @@ VIEWS = TokenLayout(2, (2, 3), views=2)
 
 def made(**changes):
     torch.manual_seed(0)
-    return S2VAE(S2VAEConfig((6, 10), (2, 5), registers=3, latent=5, width=16, heads=2, blocks=1, **changes)).eval()
+    sizes = {"registers": 3, "latent": 5, "width": 16, "heads": 2, "blocks": 1} | changes
+    return S2VAE(S2VAEConfig((6, 10), (2, 5), **sizes)).eval()
 
 
 def features(layout=LAYOUT, batch=2, seed=1, dtype=torch.float32):
@@ -24,23 +25,26 @@ def features(layout=LAYOUT, batch=2, seed=1, dtype=torch.float32):
     return torch.randn(batch, layout.tokens, 16, generator=generator, dtype=dtype)
 
 
+@pytest.mark.parametrize("cells", [None, (3, 4), (5, 2)])
 @pytest.mark.parametrize("posterior", POSTERIORS)
 @pytest.mark.parametrize("layout", [LAYOUT, VIEWS], ids=["image", "views"])
-def test_shapes(posterior, layout):
-    vae, x = made(posterior=posterior, prefix=layout.prefix), features(layout)
+def test_shapes(posterior, layout, cells):
+    vae, x = made(posterior=posterior, prefix=layout.prefix, cells=cells), features(layout)
     z = vae.encode(x, layout)
     assert z.shape == (2, layout.views * 3, 5)
     assert vae.decode(z, layout).shape == x.shape
     assert vae.size == 15
 
 
-def test_every_register_lies_on_its_sphere():
-    z = made().encode(features(), LAYOUT)
+@pytest.mark.parametrize("cells", [None, (3, 4)])
+def test_every_register_lies_on_its_sphere(cells):
+    z = made(cells=cells).start_from(features(batch=16), LAYOUT).encode(features(), LAYOUT)
     torch.testing.assert_close(z.norm(dim=-1), torch.ones(2, 3))
 
 
-def test_nothing_of_the_prefix_tokens_passes():
-    vae, x = made(), features()
+@pytest.mark.parametrize("cells", [None, (3, 4)])
+def test_nothing_of_the_prefix_tokens_passes(cells):
+    vae, x = made(cells=cells).start_from(features(batch=16), LAYOUT), features()
     changed = x.clone()
     changed[:, :1] += 100
     reconstruction = vae.reconstruct(x, LAYOUT)
@@ -49,8 +53,9 @@ def test_nothing_of_the_prefix_tokens_passes():
     assert reconstruction[:, 1:].abs().sum() > 0
 
 
-def test_each_view_is_encoded_on_its_own():
-    vae, x = made(prefix=2), features(VIEWS)
+@pytest.mark.parametrize("cells", [None, (2, 3)])
+def test_each_view_is_encoded_on_its_own(cells):
+    vae, x = made(prefix=2, cells=cells).start_from(features(VIEWS, batch=16), VIEWS), features(VIEWS)
     changed = x.clone()
     changed[:, VIEWS.tokens // 2 :] += 1
     z, moved = vae.encode(x, VIEWS), vae.encode(changed, VIEWS)
@@ -137,9 +142,10 @@ def test_the_divergence_of_a_gaussian_is_the_textbook_one():
     assert made(posterior="deterministic").divergence(None) is None
 
 
+@pytest.mark.parametrize("cells", [None, (3, 4)])
 @pytest.mark.parametrize("posterior", POSTERIORS)
-def test_a_folder_holds_it(tmp_path, posterior):
-    vae, x = made(posterior=posterior), features()
+def test_a_folder_holds_it(tmp_path, posterior, cells):
+    vae, x = made(posterior=posterior, cells=cells), features()
     vae.start_from(x, LAYOUT)
     again = S2VAE.from_pretrained(vae.save_pretrained(tmp_path / "vae"))
     assert again.config == vae.config
@@ -153,6 +159,98 @@ def test_a_damaged_config_is_named(tmp_path, name, value):
     (folder / "config.json").write_text(json.dumps(document | {name: value}))
     with pytest.raises(DamagedModelError, match=r"name: config\.json in .*vae is not one of s2vae: .* Save it again"):
         S2VAE.from_pretrained(folder)
+
+
+# ---- registers that have a cell each
+
+
+@pytest.mark.parametrize(
+    ("registers", "grid"), [(32, (16, 16)), (32, (14, 14)), (6, (5, 7)), (7, (3, 4)), (64, (2, 2))]
+)
+def test_every_patch_belongs_to_one_cell(registers, grid):
+    index, count = cells_of(registers, grid), grid[0] * grid[1]
+    assert len(index) == registers
+    assert index[index < count].sort().values.tolist() == list(range(count))
+    assert (index <= count).all()
+
+
+def test_cells_are_compact_and_alike():
+    for cell in cells_of(32, (16, 16)):
+        rows, columns = cell // 16, cell % 16
+        assert len(cell) == 8 and rows.max() - rows.min() == 3 and columns.max() - columns.min() == 1
+
+
+QUARTERS = TokenLayout(1, (4, 4))
+
+
+def with_quarters(posterior: str = "deterministic") -> S2VAE:
+    """A network with 4 registers of 5 numbers, each of which has 4 patches of its own."""
+    return made(registers=4, posterior=posterior, cells=(4, 4)).double()
+
+
+def one_component(batch: int) -> torch.Tensor:
+    """Features whose patches vary in one direction alone."""
+    generator = torch.Generator().manual_seed(3)
+    strength = torch.randn(batch, QUARTERS.tokens, 1, generator=generator, dtype=torch.float64)
+    return strength * torch.linspace(1, 2, 16, dtype=torch.float64)
+
+
+def lost(vae: S2VAE, x: torch.Tensor, layout: TokenLayout = QUARTERS) -> torch.Tensor:
+    """The share of the variance of x that does not come back."""
+    return ((vae.reconstruct(x, layout) - x)[:, 1:] / vae.spread).square().mean()
+
+
+@pytest.mark.parametrize("posterior", ["gaussian", "deterministic"])
+def test_cells_start_at_the_principal_components(posterior):
+    vae = with_quarters(posterior).start_from(one_component(64), QUARTERS)
+    assert lost(vae, one_component(8)) < 1e-6  # 4 patches of one number each fit in 5 numbers
+
+
+def test_cells_lose_what_principal_components_of_a_cell_lose():
+    x = features(QUARTERS, batch=64, dtype=torch.float64) @ torch.randn(16, 16, dtype=torch.float64)
+    vae = with_quarters().start_from(x, QUARTERS)
+    inside = ((x[:, 1:] - vae.mean) / vae.spread)[:, cells_of(4, (4, 4))].flatten(2).flatten(0, 1)  # [256, 4 * 16]
+    total = inside.square().sum()
+    around_zero, around_mean = (
+        torch.linalg.svdvals(own)[5:].square().sum() / total for own in (inside, inside - inside.mean(0))
+    )
+    assert 0.1 < around_mean < around_zero < 0.9
+    assert around_mean <= lost(vae, x) <= around_zero * (1 + 1e-4)  # the way back has a bias
+
+
+def test_on_a_sphere_the_length_of_a_cell_is_kept_too():
+    x = one_component(64)
+    vae = with_quarters("power-spherical").start_from(x, QUARTERS)
+    z = vae.encode(torch.cat([x[:8], 2 * x[:8]]), QUARTERS)
+    assert (z[8:, :, -1] < z[:8, :, -1]).all(), "a longer cell leaves less for the constant"
+    assert lost(vae, x) < 0.1  # the fit is linear, and the sphere is not
+
+
+def test_a_metric_decides_which_components_are_kept():
+    x, costly = features(QUARTERS, batch=256, dtype=torch.float64), torch.full((16,), 1e-4, dtype=torch.float64)
+    costly[3] = 1.0
+    errors = []
+    for metric in (None, torch.diag(costly)):
+        vae = with_quarters().start_from(x, QUARTERS, metric)
+        errors.append((vae.reconstruct(x, QUARTERS) - x)[:, 1:, 3].square().mean() / x[:, 1:, 3].var())
+    assert errors[0] > 0.5 and errors[1] < 1e-3  # 4 patches of one channel fit in 5 numbers
+
+
+def test_cells_give_back_images_of_other_sizes():
+    def pictures(side: int) -> torch.Tensor:
+        slope = (torch.arange(side, dtype=torch.float64) + 0.5) / side - 0.5
+        maps = (slope[:, None] + 2 * slope).flatten()[None, :, None] * torch.linspace(-1, 1, 64)[:, None, None]
+        return torch.nn.functional.pad(maps * torch.linspace(1, 2, 16, dtype=torch.float64), (0, 0, 1, 0))
+
+    vae = with_quarters().start_from(pictures(4), QUARTERS)
+    assert lost(vae, pictures(4)) < 1e-6
+    assert lost(vae, pictures(8), TokenLayout(1, (8, 8))) < 0.05
+
+
+def test_what_the_cells_know_is_not_trained():
+    vae = made(cells=(3, 4))
+    frozen = {name.partition(".")[0] for name, value in vae.named_parameters() if not value.requires_grad}
+    assert frozen == {"inward", "outward", "fold", "unfold"}
 
 
 def test_layers_are_split_as_they_were_joined():
@@ -170,6 +268,9 @@ def test_layers_are_split_as_they_were_joined():
         ({"dims": (6,)}, "dims: expected one width for each"),
         ({"dims": (6, 0)}, "dims: expected a whole number of at least 1, got 0"),
         ({"layers": (2, "5")}, "layers: expected a whole number of at least 0, got '5'"),
+        ({"cells": (3, 0)}, "cells: expected a whole number of at least 1, got 0"),
+        ({"cells": (3,)}, r"cells: expected rows and columns of patches, or None, got \(3,\)"),
+        ({"cells": 3}, "cells: expected rows and columns of patches, or None, got 3"),
     ],
 )
 def test_sizes_that_cannot_be_are_refused(changes, message):

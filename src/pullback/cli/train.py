@@ -201,6 +201,12 @@ def bottleneck(
     posterior: Annotated[
         Literal["power-spherical", "gaussian", "deterministic"], typer.Option(help="Of a register, given an image.")
     ] = "power-spherical",
+    cells: Annotated[
+        bool,
+        typer.Option(
+            "--cells/--no-cells", help="Start at the principal components of parts of the image, or anywhere."
+        ),
+    ] = True,
     task_weight: Annotated[float, typer.Option(min=0.0, help="Of the task's output; 0: features alone.")] = 1.0,
     kl_weight: Annotated[float, typer.Option(min=0.0, help="Of the KL divergence, per latent number.")] = 1e-3,
     kl_warmup: Annotated[int, typer.Option(min=0, help="Steps until the KL counts in full.")] = 500,
@@ -242,6 +248,7 @@ def bottleneck(
             heads=heads,
             blocks=blocks,
             posterior=posterior,
+            cells=cells,
             task_weight=task_weight,
             kl_weight=kl_weight,
             kl_warmup=kl_warmup,

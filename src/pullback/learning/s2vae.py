@@ -10,6 +10,10 @@ the backbone passes: in x~ they are zero.
 
 The posterior of a register is power-spherical (De Cao & Aziz 2020). A Gaussian VAE and a plain autoencoder of the same
 size are here for comparison.
+
+A register may have a cell of the image of its own. It then starts at the principal components of the patches there,
+which one batch of features gives in closed form, and the transformers learn what to add to them. Without cells a network
+has to find out by attention alone which register holds what, and that takes most of a short training.
 """
 
 from __future__ import annotations
@@ -40,9 +44,15 @@ SPHERICAL, GAUSSIAN, DETERMINISTIC = "power-spherical", "gaussian", "determinist
 POSTERIORS = (SPHERICAL, GAUSSIAN, DETERMINISTIC)
 MAX_CONCENTRATION = 1e6
 """Up to which the power-spherical distribution keeps its digits; concentrations approach it and never pass it."""
-_FIRST_CONCENTRATION = 30.0
-"""Times d: at the start a sample points nearly where its location does, and the network learns from that."""
+_FIRST_CONCENTRATION, _FIRST_OF_CELLS = 30.0, 300.0
+"""Times d: at the start a sample points nearly where its location does, and the network learns from that. What a
+network with cells knows at its start has more digits."""
 _FIRST_DEVIATION = 0.1
+_ADDED = 0.1
+"""In which units of a register's numbers, and of a patch's, the transformers add to the cells. A step of Adam changes
+all weights of a layer at once, so in whole units a few of them would undo what is known at the start."""
+_RIDGE = 1e-4
+"""Of the mean variance of a register's numbers, where the first G is fitted to them."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +69,7 @@ class S2VAEConfig:
     blocks: int = 3  # of the encoder, and as many of the decoder
     posterior: str = SPHERICAL
     normed: bool | None = None  # whether the features are behind the backbone's final norm; None: not known
+    cells: tuple[int, int] | None = None  # rows and columns of patches that the registers share out; None: they do not
     origin: Origin = field(default_factory=Origin)
     scores: Mapping[str, float] = field(default_factory=dict)
 
@@ -80,6 +91,12 @@ class S2VAEConfig:
                 whole_number(name, value, least=least, error=ModelError)
         if len(self.dims) != len(self.layers) or not self.dims:
             raise ModelError(f"dims: expected one width for each of the layers {self.layers}, got {self.dims}.")
+        if self.cells is not None:
+            of_kind("cells", self.cells, tuple, "rows and columns of patches, or None", ModelError)
+            for value in self.cells:
+                whole_number("cells", value, error=ModelError)
+            if len(self.cells) != 2:
+                raise ModelError(f"cells: expected rows and columns of patches, or None, got {self.cells}.")
 
 
 class Reconstruction(NamedTuple):
@@ -96,6 +113,8 @@ class S2VAE(Pretrained):
     kind, title = "s2vae", "S2-VAE bottleneck"
     mean: Tensor  # of each channel of the features it was started from
     spread: Tensor
+    patch_of_slot: Tensor
+    slot_of_patch: Tensor
 
     def __init__(self, config: S2VAEConfig) -> None:
         super().__init__()
@@ -118,9 +137,24 @@ class S2VAE(Pretrained):
         self.decoder_norm = nn.LayerNorm(width)
         self.outward = nn.Linear(width, features)
         if self.precision is not None:
-            first = math.log(_FIRST_CONCENTRATION * config.latent) if spreads == 1 else math.log(_FIRST_DEVIATION)
+            concentration = config.latent * (_FIRST_OF_CELLS if config.cells else _FIRST_CONCENTRATION)
             nn.init.zeros_(self.precision.weight)
-            nn.init.constant_(self.precision.bias, first)
+            nn.init.constant_(self.precision.bias, math.log(concentration if spreads == 1 else _FIRST_DEVIATION))
+        if config.cells is not None:
+            cells = cells_of(config.registers, config.cells)
+            slots = torch.zeros(math.prod(config.cells) + 1, dtype=torch.long)
+            slots[cells.flatten()] = torch.arange(cells.numel())
+            self.register_buffer("patch_of_slot", cells, persistent=False)  # [R, cell]
+            self.register_buffer("slot_of_patch", slots[:-1], persistent=False)  # [h w], in all cells side by side
+            places = width * cells.shape[1]
+            self.fold, self.unfold = nn.Linear(places, config.latent), nn.Linear(config.latent, places)
+            self.refine = nn.Linear(width, width)
+            for added in (self.location, self.refine):  # what the transformers add to the cells: nothing yet
+                nn.init.zeros_(added.weight)
+                nn.init.zeros_(added.bias)
+            # Steps of equal size in all entries, as Adam's are, would spoil them: small entries may matter most.
+            for known in (self.inward, self.outward, self.fold, self.unfold):
+                known.requires_grad_(False)
 
     @classmethod
     def config_from_dict(cls, stored: Mapping[str, Any]) -> S2VAEConfig:
@@ -128,6 +162,7 @@ class S2VAE(Pretrained):
         dims, layers = (tuple(int(value) for value in stored[name]) for name in ("dims", "layers"))
         origin, scores = Origin.from_dict(stored["origin"]), dict(stored["scores"])
         sizes = {name: stored[name] for name in names} | {"normed": stored.get("normed")}
+        sizes["cells"] = None if stored.get("cells") is None else tuple(int(side) for side in stored["cells"])
         return S2VAEConfig(dims, layers, **sizes, origin=origin, scores=scores)
 
     @classmethod
@@ -148,16 +183,61 @@ class S2VAE(Pretrained):
         """Whether every register lies on the unit sphere."""
         return self.config.posterior == SPHERICAL
 
+    @property
+    def _scale(self) -> float:
+        """What the numbers of a register have to be multiplied by to be of about 1."""
+        return math.sqrt(self.config.latent) if self.spherical else 1.0
+
     @torch.no_grad()
-    def start_from(self, x: Tensor, layout: TokenLayout) -> S2VAE:
+    def start_from(self, x: Tensor, layout: TokenLayout, metric: Tensor | None = None) -> S2VAE:
         """Hold mean and spread of each channel of these features, so that all count alike. A channel that hardly varies
-        gets the spread of an average one: its round-off is not worth learning."""
-        patches = self._patches(x, layout).flatten(0, 1).double()
-        spread = patches.std(0, correction=0)
+        gets the spread of an average one: its round-off is not worth learning. Registers with cells start at the
+        principal components of these features there (`_start_cells`), under ``metric`` [sum(dims), sum(dims)]: what an
+        error of a patch costs, in units of the channels. None: its square."""
+        patches = self._patches(x, layout)
+        flat = patches.flatten(0, 1).double()
+        spread = flat.std(0, correction=0)
         average = torch.where(spread.any(), spread.mean(), 1)
-        self.mean.copy_(patches.mean(0))
+        self.mean.copy_(flat.mean(0))
         self.spread.copy_(torch.where(spread > 1e-3 * average, spread, average))
+        if self.config.cells is not None:
+            if metric is not None:
+                metric = self.spread[:, None] * metric.to(self.spread) * self.spread
+            self._start_cells((patches - self.mean) / self.spread, layout, metric)
         return self
+
+    def _start_cells(self, patches: Tensor, layout: TokenLayout, metric: Tensor | None) -> None:
+        """Set the linear maps so that G(E(x)) are the principal components of x in every cell.
+
+        ``inward`` and ``outward`` are the leading components of a patch, ``fold`` those of all patches of a cell. On a
+        sphere a register has no length, so one of its numbers is held constant before it is normalised: the length of
+        the others beside it tells theirs. ``unfold`` is the least-squares fit of the patches to what that leaves.
+        """
+        own, linear = self.config, (self.inward, self.outward, self.fold, self.unfold)
+        for layer in linear:
+            nn.init.zeros_(layer.weight)
+            nn.init.zeros_(layer.bias)
+        root, inverse = _roots(metric, patches)
+        components = _components(patches.flatten(0, 1) @ root, own.width)  # [sum(dims), k]
+        scale = (patches @ (root @ components)).square().mean().sqrt().clamp_min(torch.finfo(patches.dtype).tiny)
+        self.inward.weight[: components.shape[1]] = (root @ components).mT / scale
+        self.outward.weight[:, : components.shape[1]] = inverse @ components * scale
+        cells = self._folded(self.inward(patches), layout).flatten(0, 1)  # [B V R, cell * width]
+        leading = _components(cells, own.latent - self.spherical)
+        length = (cells @ leading).square().sum(-1).mean().sqrt()
+        length = torch.where(length > 0, length, 1) * self._scale / math.sqrt(own.latent)
+        self.fold.weight[: leading.shape[1]] = leading.mT / length
+        if self.spherical:
+            self.fold.bias[-1] = 1.0
+        held = self.fold(cells)
+        held = (F.normalize(held, dim=-1) if self.spherical else held).double()
+        centre, target = held.mean(0), cells.double().mean(0)
+        gram = (held - centre).mT @ (held - centre)
+        ridge = _RIDGE * gram.diagonal().mean().clamp_min(torch.finfo(gram.dtype).tiny)
+        gram.diagonal().add_(ridge)
+        weight = torch.linalg.solve(gram, (held - centre).mT @ (cells.double() - target)).mT
+        self.unfold.weight.copy_(weight)
+        self.unfold.bias.copy_(target - weight @ centre)
 
     # Forth and back
 
@@ -186,13 +266,14 @@ class S2VAE(Pretrained):
                 f"z: expected [B, {layout.views * own.registers}, {own.latent}], {own.registers} registers for each "
                 f"of {layout.views} views, got {list(z.shape)}."
             )
-        scale = math.sqrt(own.latent) if self.spherical else 1.0  # entries of about 1
-        held = self.expand(scale * z.to(self.expand.weight.dtype).unflatten(1, (layout.views, -1)).flatten(0, 1))
+        held = self.expand(self._scale * z.to(self.expand.weight.dtype).unflatten(1, (layout.views, -1)).flatten(0, 1))
         places = (self._positions(layout) + self.patch).expand(len(held), -1, -1)
-        tokens = torch.cat([held + self.registers, places], 1)
+        known = None if own.cells is None else self._unfolded(z, layout)
+        tokens = torch.cat([held + self.registers, places if known is None else places + known], 1)
         for block in self.decoder:
             tokens = block(tokens)
-        patches = self.outward(self.decoder_norm(tokens[:, own.registers :])).to(self.mean.dtype)
+        found = self.decoder_norm(tokens[:, own.registers :])
+        patches = self.outward(found if known is None else known + _ADDED * self.refine(found)).to(self.mean.dtype)
         patches = patches * self.spread + self.mean
         whole = F.pad(patches, (0, 0, layout.prefix, 0))  # [B V, prefix + h w, sum(dims)]
         return whole.unflatten(0, (-1, layout.views)).flatten(1, 2).to(z.dtype)
@@ -269,13 +350,16 @@ class S2VAE(Pretrained):
 
     def _encoded(self, x: Tensor, layout: TokenLayout) -> tuple[Tensor, Distribution | None]:
         patches = self._patches(x, layout)
-        tokens = self.inward((patches - self.mean) / self.spread) + self._positions(layout)
-        tokens = torch.cat([self.queries.expand(len(tokens), -1, -1), tokens], 1)
+        inside = self.inward((patches - self.mean) / self.spread)
+        tokens = torch.cat([self.queries.expand(len(inside), -1, -1), inside + self._positions(layout)], 1)
         for block in self.encoder:
             tokens = block(tokens)
         seen = self.encoder_norm(tokens[:, : self.config.registers])
         seen = seen.unflatten(0, (-1, layout.views)).flatten(1, 2)  # [B, V R, width]
         location = self.location(seen).to(self.mean.dtype)
+        if self.config.cells is not None:
+            folded = self.fold(self._folded(inside, layout)).to(self.mean.dtype)  # [B V, R, d]
+            location = _ADDED / self._scale * location + folded.unflatten(0, (-1, layout.views)).flatten(1, 2)
         if self.precision is None:
             return location.to(x.dtype), None
         precision = self.precision(seen).to(self.mean.dtype)
@@ -285,6 +369,20 @@ class S2VAE(Pretrained):
         most = math.log(MAX_CONCENTRATION)
         concentration = (most - F.softplus(most - precision.squeeze(-1))).exp()
         return location.to(x.dtype), PowerSpherical(location, concentration, validate_args=False)
+
+    def _folded(self, inside: Tensor, layout: TokenLayout) -> Tensor:
+        """Return patches [B V, h w, width] by cell, those of a cell side by side: [B V, R, cell * width]."""
+        assert self.config.cells is not None
+        grid = _resized(inside, layout.grid, self.config.cells)
+        return F.pad(grid, (0, 0, 0, 1))[:, self.patch_of_slot].flatten(2)
+
+    def _unfolded(self, z: Tensor, layout: TokenLayout) -> Tensor:
+        """Return what registers [B, V R, d] say of the patches of their cells, [B V, h w, width]."""
+        own = self.config
+        assert own.cells is not None
+        registers = z.to(self.unfold.weight.dtype).unflatten(1, (layout.views, -1)).flatten(0, 1)
+        by_cell = self.unfold(registers).unflatten(-1, (-1, own.width)).flatten(1, 2)  # [B V, R cell, width]
+        return _resized(by_cell[:, self.slot_of_patch], own.cells, layout.grid)
 
     def _patches(self, x: Tensor, layout: TokenLayout) -> Tensor:
         """Return the patch tokens of every view, [B V, h w, sum(dims)], in the dtype of the network."""
@@ -319,3 +417,46 @@ class S2VAE(Pretrained):
 
 _COARSEST, _FINEST = 0.25, 16.0
 """Periods of the slowest and the fastest sinusoid across the image."""
+
+
+def cells_of(registers: int, grid: tuple[int, int]) -> Tensor:
+    """Return the patches of a grid that belong to each register, [R, largest cell]; rows * columns stands for none.
+
+    Registers are laid out in rows and columns, as square as their number allows, and share out the grid evenly.
+    """
+    rows = max(own for own in range(1, math.isqrt(registers) + 1) if registers % own == 0)
+    parts = [
+        [range(own * side // count, (own + 1) * side // count) for own in range(count)]
+        for side, count in zip(grid, (rows, registers // rows), strict=True)
+    ]
+    tall, wide = (max(1, *(len(part) for part in own)) for own in parts)
+    index = torch.full((registers, tall, wide), grid[0] * grid[1])
+    for own in range(registers):
+        down, across = parts[0][own // len(parts[1])], parts[1][own % len(parts[1])]
+        for place, row in enumerate(down):
+            index[own, place, : len(across)] = row * grid[1] + torch.tensor(across)
+    return index.flatten(1)
+
+
+def _components(rows: Tensor, count: int) -> Tensor:
+    """Return the leading eigenvectors [n, min(count, n)] of the second moments of rows [m, n]."""
+    moments = rows.double().mT @ rows.double()
+    return torch.linalg.eigh(moments).eigenvectors.flip(1)[:, :count].to(rows.dtype)
+
+
+def _roots(metric: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the square root of a positive metric [n, n] and the inverse of that; None is the identity."""
+    if metric is None:
+        same = torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)
+        return same, same
+    values, vectors = torch.linalg.eigh(metric.double())
+    roots = values.clamp_min(values[-1] * torch.finfo(like.dtype).eps).sqrt()
+    return tuple((vectors * power @ vectors.mT).to(like.dtype) for power in (roots, 1 / roots))  # type: ignore[return-value]
+
+
+def _resized(patches: Tensor, grid: tuple[int, int], wanted: tuple[int, int]) -> Tensor:
+    """Return patches [B, h w, width] of a grid as those of another one."""
+    if grid == wanted:
+        return patches
+    maps = patches.mT.unflatten(-1, grid)
+    return F.interpolate(maps, wanted, mode="bilinear", align_corners=False).flatten(2).mT

@@ -57,6 +57,8 @@ from pullback.tokens import Features
 MARGIN = 8 / 7
 """Pictures that are varied are held so much larger than the crops of them: 256 pixels for crops of 224."""
 _READ_AT_ONCE = 64
+_START_SAMPLES, _START_NUMBERS = 256, 1 << 27
+"""From how many samples a network starts at most, and how many numbers they may have together (1 GB as float64)."""
 
 Batches = Callable[[int, Share, torch.Generator], Tensor]
 """(step, share, generator) -> the features [b, N, D] of this process's share of a step. The generator is the same in
@@ -73,6 +75,7 @@ class BottleneckOptions:
     heads: int = 4
     blocks: int = 3
     posterior: str = SPHERICAL
+    cells: bool = True  # whether registers start at the principal components of their part of the image
     task_weight: float = 1.0  # of the task's output; 0: features alone, and no pass through the decoder in training
     kl_weight: float = 1e-3
     kl_warmup: int = 500  # steps until the KL counts in full
@@ -82,13 +85,15 @@ class BottleneckOptions:
             finite_number(name, getattr(self, name), least=0, expected="a number that is not negative")
         whole_number("kl_warmup", self.kl_warmup, least=0)
 
-    def network(self, probe: ProbeMap) -> S2VAEConfig:
-        """Return the configuration of a network for what the decoder of this probe reads."""
+    def network(self, probe: ProbeMap, grid: tuple[int, int]) -> S2VAEConfig:
+        """Return the configuration of a network for what the decoder of this probe reads of images with so many rows
+        and columns of patches."""
         names = ("registers", "latent", "width", "heads", "blocks", "posterior")
         sizes = {name: getattr(self, name) for name in names}
         backbone, decoder = probe.backbone, probe.decoder
         dims = (backbone.tap_dim,) * len(decoder.layers)
-        return S2VAEConfig(dims, decoder.layers, backbone.prefix, **sizes, normed=decoder.normed)
+        cells = grid if self.cells else None
+        return S2VAEConfig(dims, decoder.layers, backbone.prefix, **sizes, normed=decoder.normed, cells=cells)
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,6 +123,7 @@ def train_bottleneck(
     heads: int = 4,
     blocks: int = 3,
     posterior: str = SPHERICAL,
+    cells: bool = True,
     task_weight: float = 1.0,
     kl_weight: float = 1e-3,
     kl_warmup: int = 500,
@@ -137,17 +143,21 @@ def train_bottleneck(
     default of `pullback train bottleneck` and not of `multi_layer_probe`.
     ``variation``: how far the pictures are varied in every step, for which they are held in memory and the size must be
     square; None: as they are, with features that are computed once and held in float16.
+    ``cells``: whether registers start at the principal components of their part of the image (`S2VAE.start_from`).
     ``seconds``: stop after about so long; with ``out``, a second call goes on exactly from there.
     The scores end up in the config of the network (`bottleneck_scores`).
     """
     _check_probe(probe)
     of_kind("config", config, (FitConfig, type(None)), "a FitConfig, or None")
     of_kind("variation", variation, (Variation, type(None)), "a Variation of pullback.data.crops, or None")
-    options = BottleneckOptions(registers, latent, width, heads, blocks, posterior, task_weight, kl_weight, kl_warmup)
-    options.network(probe)  # whose errors shall come before anything is read
+    options = BottleneckOptions(
+        registers, latent, width, heads, blocks, posterior, cells, task_weight, kl_weight, kl_warmup
+    )
     config, progress = config or bottleneck_config(), progress or Progress()
     probe.backbone.check_size(size)
     wanted = probe.pixel_format(size)
+    grid = probe.backbone.token_layout(torch.empty(0, 3, *wanted.size)).grid
+    options.network(probe, grid)  # whose errors shall come before anything is read
     with naming("held_out"):
         judges = open_source(held_out)
     if variation is not None and wanted.size[0] != wanted.size[1]:
@@ -163,7 +173,7 @@ def train_bottleneck(
         "images": hash_of([row.item.key for row in rows]),
         "held_out": hash_of([item.key for item in judges]),
     }
-    check_bottleneck(probe, options, config, out, settings)
+    check_bottleneck(probe, options, grid, config, out, settings)
     check_output(probe, feature_reader(probe, rows[:1], wanted)(torch.arange(1)))
     with naming("held_out"):
         others = readable_rows(judges, wanted)
@@ -229,15 +239,16 @@ def fit_bottleneck(
     options, config = options or BottleneckOptions(), config or bottleneck_config()
     if len(held_out) < 1:
         raise PullbackError("held_out: expected features of at least one sample, got none.")
-    check_bottleneck(probe, options, config, out, settings or {})
     some = held_out.features(torch.arange(1))
+    layout = probe.token_layout(some)
+    check_bottleneck(probe, options, layout.grid, config, out, settings or {})
     check_output(probe, some)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        vae = S2VAE.from_config(options.network(probe))
-    first = train(0, Share(config.batch), Streams.from_seed(config.seed, 1).generators[0])
-    layout = probe.token_layout(first)
-    vae.to(first.device).start_from(first, layout)
+        vae = S2VAE.from_config(options.network(probe, layout.grid))
+    first = _first_samples(train, config)
+    metric = loss_metric(probe, first, options.task_weight, config.seed) if options.cells else None
+    vae.to(first[0].device).start_from(torch.cat(first), probe.token_layout(first[0]), metric)
     fitted = fit(
         vae,
         BottleneckTask(vae, probe, train, held_out, options, mixed=config.precision == "bf16"),
@@ -259,12 +270,59 @@ def fit_bottleneck(
 
 
 def check_bottleneck(
-    probe: ProbeMap, options: BottleneckOptions, config: FitConfig, out: str | Path | None, settings: Mapping[str, Any]
+    probe: ProbeMap,
+    options: BottleneckOptions,
+    grid: tuple[int, int],
+    config: FitConfig,
+    out: str | Path | None,
+    settings: Mapping[str, Any],
 ) -> None:
     """Raise the errors of `fit_bottleneck` that need no features, before long preparations for it."""
     with torch.device("meta"):
-        network = S2VAE.from_config(options.network(probe))
+        network = S2VAE.from_config(options.network(probe, grid))
     check_going_on(network, config, None if out is None else Path(out), _settings(probe, options, settings))
+
+
+def _first_samples(train: Batches, config: FitConfig) -> list[Tensor]:
+    """Draw the features that a network starts from: one batch of them, or several small ones."""
+    streams = Streams.from_seed(config.seed, -(-_START_SAMPLES // config.batch)).generators
+    first = train(0, Share(config.batch), streams[0])
+    fitting = max(1, _START_NUMBERS // first.numel())
+    return [first, *(train(0, Share(config.batch), stream) for stream in streams[1:fitting])]
+
+
+def loss_metric(probe: ProbeMap, parts: Sequence[Tensor], task_weight: float, seed: int = 0) -> Tensor:
+    """Return what an error e of one patch of x costs in the loss, e^T W e, to second order: W [D, D], in float64.
+
+        W = diag(1 / variance) / D + task_weight * mean over images of sum_t (J^T J)_tt / (M * variance of the output)
+
+    with J of the task's output and t over the patches, so that a direction counts for what it varies and for what the
+    task makes of it. (J^T J)_tt is the mean of g_t g_t^T over g = J^T u, u random: one VJP an image. What patches do
+    together is left out.
+    """
+    variance = torch.cat([_patch_rows(probe, part) for part in parts]).double().var(0, correction=0)
+    metric = torch.diag(1 / variance.clamp_min(1e-6 * variance.mean()) / len(variance))
+    if not task_weight:
+        return metric
+    generator = Streams.from_seed(seed, 1, parts[0].device).generators[0]
+    seen, squares, means, count, images = torch.zeros_like(metric), 0.0, 0.0, 0, 0
+    for part in parts:
+        decoded, plain = probe.bind(part), part.as_subclass(Tensor).detach().requires_grad_()
+        with torch.enable_grad():
+            output = decoded(plain)
+            noise = torch.randn(output.shape, generator=generator, device=output.device, dtype=output.dtype)
+            (gradient,) = torch.autograd.grad(output, plain, noise)
+        rows = probe.token_layout(part).patch_map(gradient).flatten(0, -2).double()
+        seen += rows.mT @ rows
+        found = output.detach().double()
+        squares, means = squares + float(found.square().sum()), means + float(found.sum())
+        count, images = count + found.numel(), images + len(part)
+    spread = max(squares / count - (means / count) ** 2, torch.finfo(torch.float32).tiny)
+    return metric + task_weight * seen / (images * (count // images) * spread)
+
+
+def _patch_rows(probe: ProbeMap, features: Tensor) -> Tensor:
+    return probe.token_layout(features).patch_map(features.as_subclass(Tensor)).flatten(0, -2)
 
 
 def check_output(probe: ProbeMap, features: Tensor) -> None:
