@@ -12,8 +12,8 @@ The posterior of a register is power-spherical (De Cao & Aziz 2020). A Gaussian 
 size are here for comparison.
 
 A register may have a cell of the image of its own. It then starts at the principal components of the patches there,
-which one batch of features gives in closed form, and the transformers learn what to add to them. Without cells a network
-has to find out by attention alone which register holds what, and that takes most of a short training.
+which one batch of features gives in closed form, and the transformers learn what to add to them. Without cells a
+network has to find out by attention alone which register holds what, and that takes most of a short training.
 """
 
 from __future__ import annotations
