@@ -451,7 +451,8 @@ def _roots(metric: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor]:
         return same, same
     values, vectors = torch.linalg.eigh(metric.double())
     roots = values.clamp_min(values[-1] * torch.finfo(like.dtype).eps).sqrt()
-    return tuple((vectors * power @ vectors.mT).to(like.dtype) for power in (roots, 1 / roots))  # type: ignore[return-value]
+    root, inverse = ((vectors * power @ vectors.mT).to(like.dtype) for power in (roots, 1 / roots))
+    return root, inverse
 
 
 def _resized(patches: Tensor, grid: tuple[int, int], wanted: tuple[int, int]) -> Tensor:
