@@ -66,12 +66,13 @@ class Case:
     place: int | str  # a layer, or "inputs"
     bottleneck: str
     data: str = SCENES  # rendered scenes, or a name that --images turns into a folder
-    role: str = "rich"  # or "control", "size", "kind"
+    role: str = "rich"  # or "control", "size", "kind", "weight"
     spaces: tuple[str, ...] = ("sphere", "ambient")  # in which the latent is probed
 
 
 INPUTS = "inputs"
 SIZES = (256, 512, 1024, 2048, 4096, 8192)
+WEIGHTS = (0, 1, 10, 100, 1000)  # of the task, in the metric of the start; nothing is learned after it
 CASES: dict[str, Case] = {
     **{f"saliency-L{layer:02d}": Case("saliency", "saliency", layer, "saliency", PHOTOS) for layer in (8, 10, 11)},
     "dinov2-depth": Case("dinov2", "depth", INPUTS, "dinov2-depth", PHOTOS),
@@ -85,7 +86,11 @@ CASES: dict[str, Case] = {
     },
     **{
         kind: Case("tiny-scenes", "depth", INPUTS, f"tiny-scenes-{kind}", role="kind", spaces=("ambient",))
-        for kind in ("gaussian", "deterministic")
+        for kind in ("gaussian", "deterministic", "no-cells")
+    },
+    **{
+        f"weight-{weight}": Case("tiny-scenes", "depth", INPUTS, f"tiny-scenes-w{weight}", role="weight", spaces=())
+        for weight in WEIGHTS
     },
 }
 

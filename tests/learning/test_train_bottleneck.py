@@ -242,7 +242,7 @@ def test_scores_of_other_outputs_are_their_relative_error():
 @pytest.mark.parametrize(("cells", "share"), [(False, 0.75), (True, 0.95)])  # cells know much at the start
 def test_a_bottleneck_learns_features_and_task_and_comes_back_from_its_folder(tmp_path, cells, share):
     config = replace(SHORT, steps=120, validate_every=40, batch=16, learning_rate=5e-3)
-    options = replace(OPTIONS, cells=cells)
+    options = replace(OPTIONS, cells=cells, task_weight=1.0)
     vae = fitted(probe_of("mean"), options, config, out=tmp_path / "run")
     start = fitted(probe_of("mean"), options, replace(config, steps=1, learning_rate=0.0)).config.scores
     learned = vae.config.scores

@@ -207,7 +207,7 @@ def bottleneck(
             "--cells/--no-cells", help="Start at the principal components of parts of the image, or anywhere."
         ),
     ] = True,
-    task_weight: Annotated[float, typer.Option(min=0.0, help="Of the task's output; 0: features alone.")] = 1.0,
+    task_weight: Annotated[float, typer.Option(min=0.0, help="Of the task's output; 0: features alone.")] = 10.0,
     kl_weight: Annotated[float, typer.Option(min=0.0, help="Of the KL divergence, per latent number.")] = 1e-3,
     kl_warmup: Annotated[int, typer.Option(min=0, help="Steps until the KL counts in full.")] = 500,
     vary: Annotated[

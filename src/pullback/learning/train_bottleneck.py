@@ -76,7 +76,7 @@ class BottleneckOptions:
     blocks: int = 3
     posterior: str = SPHERICAL
     cells: bool = True  # whether registers start at the principal components of their part of the image
-    task_weight: float = 1.0  # of the task's output; 0: features alone, and no pass through the decoder in training
+    task_weight: float = 10.0  # of the task's output; 0: features alone, and no pass through the decoder in training
     kl_weight: float = 1e-3
     kl_warmup: int = 500  # steps until the KL counts in full
 
@@ -124,7 +124,7 @@ def train_bottleneck(
     blocks: int = 3,
     posterior: str = SPHERICAL,
     cells: bool = True,
-    task_weight: float = 1.0,
+    task_weight: float = 10.0,
     kl_weight: float = 1e-3,
     kl_warmup: int = 500,
     size: int | tuple[int, int] | None = None,
