@@ -27,6 +27,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -51,6 +52,7 @@ from pullback.learning.train_bottleneck import (
 from pullback.probes import ProbeMap, multi_layer_probe
 from pullback.runs.files import write_json
 from pullback.runs.progress import Lines
+from pullback.runs.provenance import provenance
 from pullback.scenes.render import normalised, render
 from pullback.scenes.splits import HELD_OUT
 from recipes.scene_run import SEEDS_PER_RUN
@@ -235,9 +237,19 @@ def main() -> None:
         print(f"stopped after {steps} of {config.steps} steps; the same command goes on", flush=True)
         return
     folder = (vae.half() if given.half else vae).save_pretrained(given.out / "model")
-    result = {"scores": dict(vae.config.scores), "seconds": round(time.perf_counter() - begun, 1)}
+    lines = (given.out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    result = {
+        "command": f"python -m recipes.bottleneck {' '.join(sys.argv[1:])}",
+        "settings": {name: value for name, value in vars(given).items() if name not in ("out", "seconds", "log_every")}
+        | {"precision": precision, "layers": list(vae.config.layers), "pixels": vae.config.origin.resolutions[0][0]},
+        "scores": dict(vae.config.scores),
+        "validations": [json.loads(line) for line in lines],
+        "seconds": round(time.perf_counter() - begun, 1),
+        "bytes": (folder / "model.safetensors").stat().st_size,
+        **provenance(device),
+    }
     write_json(given.out / "result.json", result)
-    print(json.dumps(result), f"written to {folder}/", flush=True)
+    print(json.dumps(result["scores"]), f"written to {folder}/ after {result['seconds']} s", flush=True)
 
 
 if __name__ == "__main__":
