@@ -81,7 +81,7 @@ CASES: dict[str, Case] = {
     "scenes-depth": Case("tiny-scenes", "depth", INPUTS, "tiny-scenes", role="control"),
     "views-points": Case("tiny-views", "points", INPUTS, "tiny-views-points", role="control"),
     **{
-        f"size-{size}": Case("tiny-scenes", "depth", INPUTS, f"tiny-scenes-{size}", role="size", spaces=("sphere",))
+        f"size-{size}": Case("tiny-scenes", "depth", INPUTS, f"tiny-scenes-{size}", role="size")
         for size in SIZES
     },
     **{
@@ -107,6 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--lanczos-steps", type=int, default=25)
     parser.add_argument("--rank-up-to", type=int, default=1024, help="largest M' whose numerical rank is counted")
     parser.add_argument("--precision", default="tf32", help="of the products")
+    parser.add_argument("--no-latent", action="store_true", help="leave the spectra at the registers out")
     parser.add_argument("--only", default=None, help="one step of a case, such as changes, which takes few products")
     options = parser.parse_args(arguments)
     if options.list:
@@ -254,7 +255,7 @@ def measure(name: str, case: Case, options: argparse.Namespace, work: Path, know
         del after
     changed = [change(images[: options.samples]) for change in CHANGES.values()]
     step("changes", lambda: changes(probe, compressed, images[: options.samples], changed, features, options))
-    for space in case.spaces:
+    for space in () if options.no_latent else case.spaces:
         latent = latent_probe(probe, vae, space=space)
         step(f"latent, {space}", lambda latent=latent: latent_summary(latent, images[: options.samples], spectrum))
     if vae.size * views <= options.rank_up_to:

@@ -12,8 +12,8 @@ weights that did best end up in `model/`, with ``--half`` as float16.
 
 The one of `tiny-scenes` that comes with the package:
 
-    python -m recipes.bottleneck --model tiny-scenes --width 192 --half --steps 300 --batch 16 --block 1024 \\
-        --passes 5 --warmup 20 --ema 0.98 --validate-every 100 --precision bf16 --device cpu --out runs/s2vae
+    python -m recipes.bottleneck --model tiny-scenes --width 192 --steps 300 --batch 16 --block 1024 --passes 5 \\
+        --warmup 20 --ema 0.98 --validate-every 100 --precision bf16 --half --device cpu --out runs/tiny-scenes
 
 To ship one, give it the fingerprint of the weights that it is for and save it beside the embedded models, where
 `depth@s2vae` finds it (`pullback.backbones.shipped`; its model card is then written by hand):

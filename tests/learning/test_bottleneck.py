@@ -59,9 +59,13 @@ def jacobian(function, x: Tensor) -> Tensor:
         return torch.stack([torch.func.jacrev(lambda s: function(s[None]).flatten())(one).flatten(1) for one in x])
 
 
+CELLS = pytest.mark.parametrize("cells", [None, GRID, (3, 3)], ids=["no cells", "cells", "cells of another grid"])
+
+
+@CELLS
 @pytest.mark.parametrize("posterior", POSTERIORS)
-def test_the_compressed_probe_is_the_decoder_of_the_reconstruction(probe, images, posterior):
-    vae = tiny_vae(probe, posterior=posterior)
+def test_the_compressed_probe_is_the_decoder_of_the_reconstruction(probe, images, posterior, cells):
+    vae = tiny_vae(probe, posterior=posterior, cells=cells)
     compressed, x = pb.compressed_probe(probe, vae), probe.features(images)
     layout = probe.token_layout(x)
 
@@ -85,16 +89,18 @@ def test_the_rank_is_never_above_the_size_of_the_latent(probe, images, at):
     assert (after[:, vae.size :] < 1e-12 * after[:, :1]).all()
 
 
-def test_on_spheres_the_rank_is_one_lower_for_every_register(probe, images):
-    vae = tiny_vae(probe, registers=2, latent=3)
+@CELLS
+def test_on_spheres_the_rank_is_one_lower_for_every_register(probe, images, cells):
+    vae = tiny_vae(probe, registers=2, latent=3, cells=cells)
     for found in (pb.compressed_probe(probe, vae), pb.latent_probe(probe, vae)):
         after = torch.linalg.svdvals(dense(found, images))
         assert (after[:, 3] > 1e-9 * after[:, 0]).all() and (after[:, 4:] < 1e-12 * after[:, :1]).all()
 
 
+@CELLS
 @pytest.mark.parametrize("space", ["sphere", "ambient"])
-def test_the_latent_probe_against_plain_reverse_mode(probe, images, space):
-    vae = tiny_vae(probe)
+def test_the_latent_probe_against_plain_reverse_mode(probe, images, space, cells):
+    vae = tiny_vae(probe, cells=cells)
     latent, x = pb.latent_probe(probe, vae, space=space), probe.features(images)
     layout, z = probe.token_layout(x), latent.features(images)
     plain = z.as_subclass(Tensor)
