@@ -80,10 +80,7 @@ CASES: dict[str, Case] = {
     "views-depth": Case("tiny-views", "depth", INPUTS, "tiny-views-depth"),
     "scenes-depth": Case("tiny-scenes", "depth", INPUTS, "tiny-scenes", role="control"),
     "views-points": Case("tiny-views", "points", INPUTS, "tiny-views-points", role="control"),
-    **{
-        f"size-{size}": Case("tiny-scenes", "depth", INPUTS, f"tiny-scenes-{size}", role="size")
-        for size in SIZES
-    },
+    **{f"size-{size}": Case("tiny-scenes", "depth", INPUTS, f"tiny-scenes-{size}", role="size") for size in SIZES},
     **{
         kind: Case("tiny-scenes", "depth", INPUTS, f"tiny-scenes-{kind}", role="kind", spaces=("ambient",))
         for kind in ("gaussian", "deterministic", "no-cells")

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import bottleneck_training
 import pullback as pb
 from helpers.pictures import write_pictures
 from pullback.errors import PullbackError
@@ -90,6 +91,13 @@ def test_a_stopped_run_goes_on_to_the_same_weights(toy_model, tmp_path, typed, c
     stored.check(probe)
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert result["scores"]["delta1"] == whole.config.scores["delta1"] == stored.config.scores["delta1"]
+    assert "--half" in result["command"] and result["settings"]["batch"] == CONFIG.batch and result["machine"]
+    assert [row["step"] for row in result["validations"]] == [2, 4]
+    bottleneck_training.main(["--runs", str(tmp_path), "--ships", "run", "--out", str(tmp_path)])
+    (path,) = tmp_path.glob("bottleneck_training_*.json")
+    collected = json.loads(path.read_text())
+    assert collected["machine"]["device"] == result["machine"] and set(collected["runs"]) == {"run"}
+    assert collected["runs"]["run"]["ships"] and collected["runs"]["run"]["scores"] == result["scores"]
 
 
 def test_other_scenes_do_not_go_on(toy_model, tmp_path):

@@ -51,7 +51,9 @@ def test_it_is_small_and_its_scores_are_those_of_training():
     assert own.scores["delta1"] > 0.97
     training = json.loads(TRAINING.read_text(encoding="utf-8"))["runs"]["tiny-scenes"]
     assert training["scores"] == pytest.approx(dict(own.scores), rel=1e-5)  # the card is written from this file
-    assert training["ships"] and training["command"] in " ".join((FOLDER / "README.md").read_text(encoding="utf-8").split())
+    assert training["ships"] and training["command"] in " ".join(
+        (FOLDER / "README.md").read_text(encoding="utf-8").split()
+    )
 
 
 def test_it_is_found_for_copies_of_the_model_and_for_no_other_weights(probe):

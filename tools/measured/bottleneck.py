@@ -230,7 +230,7 @@ def depth_quality(measured: Mapping[str, Case]) -> dict[str, float]:
 def latent() -> str:
     """The same map seen from the registers, on their spheres and in the ambient space."""
     parts = ("latent, sphere", "latent, ambient")
-    measured = {name: case for name, case in cases(CASES).items() if set(parts) <= set(case)}
+    measured = {name: case for name, case in cases(CASES, NO_CELLS).items() if set(parts) <= set(case)}
     once = {case["case"]["bottleneck"]: name for name, case in measured.items()}  # places share their registers
     rows, differences = [], []
     for name in once.values():
@@ -242,8 +242,8 @@ def latent() -> str:
     header = ["decoder", "numbers", "r_eff on the spheres", "r_eff, ambient", "r_0.90", "κ(20)", "κ(50)"]
     return joined(
         table(header, rows),
-        origin({name: measured[name] for name in once.values()}, {name: short(name) for name in CASES}),
-        "z ↦ decoder(G(z)) at z = E(x); pairs are sphere / ambient.",
+        origin({name: measured[name] for name in once.values()}, {name: short(name) for name in CASES}, NO_CELLS),
+        "z ↦ decoder(G(z)) at z = E(x), of networks without cells; pairs are sphere / ambient.",
         "- Leaving out the directions off the spheres changes the effective rank by "
         f"{digits(100 * max(differences), 1)} % at most.",
     )
@@ -339,9 +339,9 @@ def training() -> str:
     return joined(
         table(header, rows),
         source(TRAINING),
-        "Scores on held-out scenes or photographs, averaged weights; lost variance is the mean over layers. Seconds are "
-        f"of one core, with reading or drawing the pictures, while {document['processes']} such processes shared the "
-        "machine. The commands are in the file.",
+        "Scores on held-out scenes or photographs, averaged weights; lost variance is the mean over layers. Seconds "
+        f"are of one core, with reading or drawing the pictures, while {document['processes']} such processes shared "
+        "the machine. The commands are in the file.",
         [
             said(
                 max(seconds) < 1200,
@@ -520,12 +520,23 @@ def weights() -> str:
     share = [case["agreement"]["20"]["share"]["mean"] for case in own]
     lost = [lost_variance(case) for case in own]
     ranks = [mean(case, "after", "r_eff") for case in own]
-    header = ["weight", "r_eff", "r_0.90", "κ(20)", "δ1", "lost variance", "share of κ(20)", "share of κ(50)", "angle", "ρ"]
+    header = [
+        "weight",
+        "r_eff",
+        "r_0.90",
+        "κ(20)",
+        "δ1",
+        "lost variance",
+        "share of κ(20)",
+        "share of κ(50)",
+        "angle",
+        "ρ",
+    ]
     return joined(
         table(header, rows),
         origin(measured, WEIGHTS),
-        f"`tiny-scenes` depth at its four layers, {size['registers']} registers of {size['latent']} numbers, before the "
-        "first step of training: closed forms of 256 scenes. The angle is the smallest principal one of the two "
+        f"`tiny-scenes` depth at its four layers, {size['registers']} registers of {size['latent']} numbers, before "
+        "the first step of training: closed forms of 256 scenes. The angle is the smallest principal one of the two "
         "subspaces of 20 directions; the other columns are those of the next table.",
         [
             said(
@@ -582,8 +593,8 @@ def start() -> str:
     return joined(
         table(header, rows),
         f"{source(NO_CELLS)}; {source(SPECTRA)}; {source(NO_CELLS_TRAINING, TRAINING)}",
-        "The task weighs 1 from the random start and 10 from the cells; saliency is judged by the correlation of the two "
-        "maps. The networks at random are those of `--no-cells --task-weight 1`, their GPU was an H200.",
+        "The task weighs 1 from the random start and 10 from the cells; saliency is judged by the correlation of the "
+        "two maps. The networks at random are those of `--no-cells --task-weight 1`, their GPU was an H200.",
         [
             said(
                 better,

@@ -20,6 +20,7 @@ def changes() -> str:
     }
     sizes = [mean_cosine(found[name]["changes"], kinds) for name in SIZES]
     lowest = min(cosines, key=lambda name: min(cosines[name]))
+    every = [value for values in cosines.values() for value in values]
     own = next(iter(found.values()))["settings"]
     return joined(
         table(["probe", *kinds], rows),
@@ -29,9 +30,9 @@ def changes() -> str:
         f"{own['samples']} held-out images, or scenes of {own['views']} views.",
         [
             said(
-                min(map(min, cosines.values())) > 0,
-                f"Of real changes the two Jacobians say alike: the cosines are {span(sum(cosines.values(), []))}, lowest "
-                f"for {titles[lowest]}.",
+                min(every) > 0,
+                f"Of real changes the two Jacobians say alike: the cosines are {span(every)}, lowest for "
+                f"{titles[lowest]}.",
             ),
             said(
                 sizes[-1] > sizes[0],

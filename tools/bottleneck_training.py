@@ -1,7 +1,7 @@
 """What the trainings of bottlenecks took and where they ended, of all runs in a folder.
 
-    python -m recipes.bottleneck --model tiny-scenes --out runs/tiny-scenes     # and so on
-    python benchmarks/bottleneck_training.py --runs runs/ --ships tiny-scenes
+python -m recipes.bottleneck --model tiny-scenes --out runs/tiny-scenes     # and so on
+python tools/bottleneck_training.py --runs runs/ --ships tiny-scenes
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from measure import save
+from measured.common import RESULTS
+from pullback.runs.files import write_json
 
 VALIDATED = ("step", "unexplained", "task_unexplained", "delta1", "relative_l2")
 
@@ -21,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--runs", type=Path, required=True, help="folder of runs of recipes.bottleneck")
     parser.add_argument("--ships", help="name of the run whose bottleneck comes with the package")
     parser.add_argument("--processes", type=int, default=1, help="that shared the machine")
-    parser.add_argument("--out", type=Path, default=None, help="folder of the JSON file")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON file")
     options = parser.parse_args(arguments)
     found = {path.parent.name: json.loads(path.read_text()) for path in sorted(options.runs.glob("*/result.json"))}
     if not found:
@@ -33,7 +34,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         runs[name] = kept | {"validations": validations, "ships": name == options.ships}
     content = {key: last[key] for key in ("machine", "threads", "date", "commit", "versions")}
     content = {"machine": {"device": content.pop("machine"), **content}, "precision": last["settings"]["precision"]}
-    print(f"written: {save(f'bottleneck_training_{last['device']}', content | {'processes': options.processes, 'runs': runs}, options.out)}")
+    content |= {"processes": options.processes, "runs": runs}
+    path = options.out / f"bottleneck_training_{last['device']}.json"
+    write_json(path, content)
+    print(f"written: {path}")
 
 
 if __name__ == "__main__":
