@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from itertools import pairwise
 from typing import Any
 
 from .common import digits, facts_of, in_words, joined, listed, pm, read, said, source, span, table
@@ -37,7 +36,7 @@ Case = dict[str, Any]
 def cases(names: Iterable[str], file: str = SPECTRA) -> dict[str, Case]:
     """Return the cases of these names that were measured."""
     found = read(file)["cases"]
-    return {name: found[name] for name in names if name in found}
+    return {name: found[name] | {"name": name} for name in names if name in found}
 
 
 def rich(measured: Mapping[str, Case]) -> dict[str, Case]:
@@ -91,47 +90,40 @@ def lost_variance(case: Case) -> float:
 
 
 def answer() -> str:
-    """What was reached and what was not."""
+    """What was reached and what was not, whichever way it came out."""
     measured = cases(CASES)
     full, delta1 = rich(measured), depth_quality(measured)
-    far = [name for name, value in delta1.items() if value < NEAR]
-    share = {name: case["agreement"]["20"]["share"]["mean"] for name, case in measured.items()}
-    inputs = [value for name, value in share.items() if name in READ_BY_THE_DECODER]
-    earlier = [value for name, value in share.items() if name not in READ_BY_THE_DECODER]
     before, after = ([mean(case, part, "kappa_50") for case in full.values()] for part in ("before", "after"))
-    saliency = measured["saliency-L11"]
-    seen = {
-        name: [found["cosine"]["mean"] for found in case["changes"].values()]
-        for name, case in read(CHANGES)["cases"].items()
-    }
-    scores = [f"{value:.3f} for {short(name)}" for name, value in delta1.items()]
-    sentences = [
-        said(
-            min(after) > LOW > max(before),
-            f"**Tractable: yes.** Where 50 directions held {span(before)} of the pullback, they hold {span(after)} of "
-            "the compressed one. At what the saliency decoder reads, the effective rank falls from "
-            f"{mean(saliency, 'before', 'r_eff'):,.0f} to {mean(saliency, 'after', 'r_eff'):.0f}.",
-        ),
-        said(
-            bool(far),
-            f"**The task's output: kept in part.** δ1 against the depth without a bottleneck is {listed(scores)}, "
-            f"where a good one keeps at least {NEAR} (paper: ≈ 0.99). The saliency map keeps a correlation of "
-            f"{mean(saliency, 'quality', 'correlation'):.2f}.",
-        ),
-        said(
-            max(inputs) < 0.5,
-            f"**The original's directions: mostly not found.** At what the decoder reads, the 20 leading directions of "
-            f"the compressed probe hold {span(inputs, 3)} of what the best 20 hold of the original pullback; at "
-            f"earlier layers {span(earlier)}. Which patches matter is kept better than in which direction.",
-        ),
-        said(
-            min(seen["saliency-L11"]) > 0.8 > max(map(max, (seen[name] for name in delta1))),
-            "**What pictures do to the output: for saliency, yes.** Of changes that pictures make, the two Jacobians "
-            f"say nearly the same there (cosine {span(seen['saliency-L11'])} at L11); of depth they do only roughly "
-            f"({span(value for name in delta1 for value in seen[name])}).",
-        ),
+    ranks = [
+        f"{mean(case, 'before', 'r_eff'):,.0f} to {mean(case, 'after', 'r_eff'):,.0f} for {CASES[name]}"
+        for name, case in full.items()
     ]
-    return joined(sentences)
+    still = [CASES[name] for name, case in full.items() if mean(case, "after", "kappa_50") < LOW]
+    far = [name for name, value in delta1.items() if value < NEAR]
+    scores = [f"{value:.3f} for {short(name)}" for name, value in delta1.items()]
+    share = {name: case["agreement"]["20"]["share"]["mean"] for name, case in measured.items()}
+    inputs = {name: value for name, value in share.items() if name in READ_BY_THE_DECODER}
+    earlier = [value for name, value in share.items() if name not in READ_BY_THE_DECODER]
+    rho = [case["agreement"]["20"]["spearman_patches"]["mean"] for case in measured.values()]
+    words = [
+        f"**Tractable: {'in part' if still else 'yes'}.** Where 50 directions held {span(before)} of the pullback, "
+        f"they hold {span(after)} of the compressed one; the effective rank goes from {listed(ranks)}."
+        + (f" Still rich {'are' if still[1:] else 'is'} {listed(still)}." if still else ""),
+        f"**The task's output: {'kept in part' if far else 'kept'}.** δ1 against the depth without a bottleneck is "
+        f"{listed(scores)}, where a good one keeps at least {NEAR} (paper: ≈ 0.99)." + saliency_kept(measured),
+        f"**The original's directions: {'mostly' if min(inputs.values()) > 0.5 else 'in part'}.** At what the decoder "
+        f"reads, the 20 leading directions of the compressed probe hold {span(inputs.values())} of what the best 20 "
+        "hold of the original pullback"
+        + (f", at earlier layers {span(earlier)}" if earlier else "")
+        + f". Which patches matter agrees with ρ = {span(rho)}. More weight for the task finds more of them "
+        "([below](#the-weight-of-the-task)).",
+    ]
+    return joined([f"- {sentence}" for sentence in words])
+
+
+def saliency_kept(measured: Mapping[str, Case]) -> str:
+    found = [case for name, case in measured.items() if name.startswith("saliency")]
+    return f" The saliency map keeps a correlation of {mean(found[0], 'quality', 'correlation'):.2f}." if found else ""
 
 
 def spectra() -> str:
@@ -174,38 +166,30 @@ def short(name: str) -> str:
 
 
 def spectra_sentences(measured: dict[str, Case]) -> list[str]:
-    """Say where spectra became poorer, and beside that which were never rich."""
+    """Say where spectra became poorer and how far, and beside that which were never rich."""
     full = rich(measured)
-    reached = [case["after"]["r90"]["median"] for case in full.values()]
+    reached = [r90(case["after"]) for case in full.values()]
     low = {name: case for name, case in measured.items() if name not in full}
-    change = [mean(case, "after", "r_eff") / mean(case, "before", "r_eff") for case in low.values()]
     sentences = [
         said(
-            all(case["before"]["r90"]["bound"] and not case["after"]["r90"]["bound"] for case in full.values())
-            and all(mean(case, "after", "r_eff") < mean(case, "before", "r_eff") for case in full.values()),
+            all(mean(case, "after", "r_eff") < mean(case, "before", "r_eff") for case in full.values()),
             f"Rich without a bottleneck (κ(50) below {LOW}) are {listed([CASES[name] for name in full])}. There the "
             f"effective rank falls from {between(mean(c, 'before', 'r_eff') for c in full.values())} to "
             f"{between(mean(c, 'after', 'r_eff') for c in full.values())} (paper: from 282 to between 30 and 53), and "
-            f"r_0.90 to {between(reached)} (paper: ≈ 40).",
+            f"r_0.90 to {listed(reached)} (paper: ≈ 40).",
         )
     ]
     if low:
+        change = [mean(case, "after", "r_eff") / mean(case, "before", "r_eff") for case in low.values()]
         sentences.append(
-            said(
-                max(change) < 1,
-                f"Not rich to begin with {'are' if len(low) > 1 else 'is'} {listed([CASES[name] for name in low])}; "
-                f"there the effective rank falls to {span(change)} of what it was, which was not needed.",
-            )
+            f"- Not rich to begin with {'are' if len(low) > 1 else 'is'} {listed([CASES[name] for name in low])}, the "
+            f"control: there the effective rank becomes {span(change)} of what it was."
         )
-    if "scenes-depth" in measured:
-        control, small = measured["scenes-depth"], cases(SIZES)["size-4096"]
+    if "scenes-depth" in full:
         sentences.append(
-            said(
-                mean(control, "before", "kappa_50") < LOW < mean(small, "before", "kappa_50"),
-                "`tiny-scenes` depth was chosen as a control of low rank. At its full size it is not one (κ(50) = "
-                f"{mean(control, 'before', 'kappa_50'):.2f} without a bottleneck), on pictures of half the side it is "
-                f"({mean(small, 'before', 'kappa_50'):.2f}).",
-            )
+            "- `tiny-scenes` depth was chosen as a control of low rank. At its full size it is not one (κ(50) = "
+            f"{mean(full['scenes-depth'], 'before', 'kappa_50'):.2f} without a bottleneck), on pictures of half the "
+            f"side it is ({mean(cases(SIZES)['size-4096'], 'before', 'kappa_50'):.2f})."
         )
     delta1 = {name: value for name, value in depth_quality(full).items() if value < NEAR}
     if delta1:
@@ -297,20 +281,14 @@ def quality() -> str:
         others = [pm(found["correlation"], 3), pm(found["relative_l2"], 3)]
         lost = ", ".join(f"{layer} {share:.2f}" for layer, share in found["unexplained"].items())
         rows.append([short(name), *depth, *others, lost])
-    delta1 = depth_quality(measured)
     sentences = [
         f"- δ1 is {'at least' if value >= NEAR else 'below'} {NEAR} for {short(name)} ({value:.3f})."
-        for name, value in delta1.items()
-        if name != "dinov2-depth"
+        for name, value in depth_quality(measured).items()
     ]
-    photographs, own = measured["dinov2-depth"], read(TRAINING)["runs"]["dinov2-depth"]["settings"]
-    lost = lost_variance(photographs)
+    most = max(measured.values(), key=lost_variance)
     sentences.append(
-        said(
-            lost > 0.5 and delta1["dinov2-depth"] < NEAR,
-            f"DINOv2-S depth is no faithful bottleneck: {100 * lost:.0f} % of the variance of the features is lost and "
-            f"δ1 is {delta1['dinov2-depth']:.3f}, after {own['steps']:,} steps on {own['images']:,} photographs.",
-        )
+        f"- What the decoder does not read need not come back: of the features of {short(most['name'])} "
+        f"{100 * lost_variance(most):.0f} % of the variance is lost."
     )
     count = next(iter(measured.values()))["quality"]["images"]
     header = ["decoder", "δ1", "AbsRel", "correlation", "relative L2", "variance of the features that is lost"]
@@ -415,28 +393,23 @@ def agreement_sentences(measured: Mapping[str, Case]) -> list[str]:
     share = {name: found["share"]["mean"] for name, found in at_20.items()}
     inputs = [name for name in share if name in READ_BY_THE_DECODER]
     rho = [found["spearman_patches"]["mean"] for found in at_20.values()]
-    chain = ["saliency-L11", "saliency-L10", "saliency-L08"]
-    depth = ["dinov2-depth", "dinov2-depth-L08"]
-    return [
-        said(
-            max(share[name] for name in inputs) < 0.5 and min(at_20[name]["angles"][0] for name in inputs) > 45,
-            f"At what the decoder reads, the compressed directions hold {span((share[name] for name in inputs), 3)} of "
-            "what 20 directions can hold, and even the smallest principal angle is "
-            f"{span((at_20[name]['angles'][0] for name in inputs), 0)} degrees: few numbers of another map, not the "
-            "metric of the original in few numbers.",
-        ),
-        said(
-            all(share[a] < share[b] for own in (chain, depth) for a, b in pairwise(own)),
-            "Seen from earlier layers the same bottleneck agrees better: "
-            f"{', '.join(f'{share[name]:.2f} at L{name[-2:].lstrip(chr(48))}' for name in chain)} (saliency), "
-            f"{share[depth[0]]:.2f} at its inputs and {share[depth[1]]:.2f} at L8 (depth).",
-        ),
+    chain = [name for name in ("saliency-L11", "saliency-L10", "saliency-L08") if name in share]
+    least = min(inputs, key=lambda name: share[name])
+    sentences = [
+        f"- At what the decoder reads, the compressed directions hold {span(share[name] for name in inputs)} of what "
+        f"20 directions can hold, least for {CASES[least]}; the smallest principal angles are "
+        f"{span((at_20[name]['angles'][0] for name in inputs), 0)} degrees. It is a map near the original, not the "
+        "same map in fewer numbers.",
         said(
             min(rho) > 0.4,
             f"Importances of patches agree with ρ = {span(rho)}: where the task looks survives the bottleneck better "
             "than in which directions.",
         ),
     ]
+    if len(chain) == 3 and share[chain[0]] < share[chain[1]] < share[chain[2]]:
+        held = ", ".join(f"{share[name]:.2f} at L{int(name[-2:])}" for name in chain)
+        sentences.insert(1, f"- Seen from earlier layers the same bottleneck agrees better: {held} (saliency).")
+    return sentences
 
 
 def sizes() -> str:
@@ -474,22 +447,21 @@ def sizes() -> str:
     return joined(
         table(header, rows),
         origin(measured, SIZES),
-        "`tiny-scenes` depth at its four layers, bottlenecks trained alike (2, 8, 32 and 64 registers of 128 numbers), "
+        "`tiny-scenes` depth at its four layers, bottlenecks trained alike (2 to 64 registers of 128 numbers), "
         "on pictures of half the side that the model was made for. "
         "The share of κ(r) is the energy of g in the compressed probe's leading r directions, over that in the best r; "
         "ρ is of importances over patches.",
         [
             said(
-                all(values == sorted(values) for values in curves.values()),
-                f"More numbers are more faithful in every measure: from the smallest to the largest δ1 goes from "
-                f"{ends['δ1'][0]} to {ends['δ1'][1]}, ρ from {ends['ρ'][0]} to {ends['ρ'][1]}, and the share of κ(20) "
-                f"from {ends['share'][0]} to {ends['share'][1]}.",
+                curves["δ1"][-1] > curves["δ1"][0] and curves["share"] == sorted(curves["share"]),
+                f"More numbers are more faithful: from the smallest to the largest δ1 goes from {ends['δ1'][0]} to "
+                f"{ends['δ1'][1]}, ρ from {ends['ρ'][0]} to {ends['ρ'][1]}, and the share of κ(20) from "
+                f"{ends['share'][0]} to {ends['share'][1]}.",
             ),
             said(
-                max(curves["r_eff"]) < without["r_eff"]["mean"] and max(curves["share"]) < 0.2,
-                f"They cost little tractability: the effective rank rises from {curves['r_eff'][0]:.1f} to "
-                f"{curves['r_eff'][-1]:.1f}, and stays below the {without['r_eff']['mean']:.1f} without a bottleneck. "
-                "No size comes near the directions of the original.",
+                curves["r_eff"][0] == min(curves["r_eff"]),
+                f"And less tractable: the effective rank is {curves['r_eff'][0]:.1f} at the smallest size and "
+                f"{curves['r_eff'][-1]:.1f} at the largest, {without['r_eff']['mean']:.1f} without a bottleneck.",
             ),
         ],
     )
@@ -547,8 +519,8 @@ def weights() -> str:
             ),
             said(
                 max(ranks) < without["r_eff"]["mean"],
-                f"The effective rank rises with it, from {min(ranks):.1f} to {max(ranks):.1f}, and stays below the "
-                f"{without['r_eff']['mean']:.1f} of the original: what is faithful to a spectrum is about as rich.",
+                f"The effective rank is {span(ranks, 1)}, below the {without['r_eff']['mean']:.1f} of the original, "
+                "whatever the weight.",
             ),
         ],
     )
@@ -641,17 +613,15 @@ def kinds() -> str:
     shares = [case["agreement"]["20"]["share"]["mean"] for case in measured.values()]
     ranks = [mean(case, "after", "r_eff") for case in measured.values()]
     gap = max(score["mean"] for score in scores) - min(score["mean"] for score in scores)
+    errors = min(score["se"] for score in scores)
     return joined(
         table(header, rows),
         origin(measured, KINDS),
         "`tiny-scenes` depth at the four layers, trained alike.",
         [
-            said(
-                gap < 2 * min(score["se"] for score in scores) and max(shares) < 0.1,
-                f"The three are alike: δ1 differs by {gap:.4f}, less than two standard errors of any; effective ranks "
-                f"are {span(ranks, 1)}, shares of κ(20) {span(shares, 3)}. Here the spheres keep the depth no better "
-                "and no worse than other latents; what bounds the rank is the size.",
-            )
+            f"- {'The three are alike: δ1 differs' if gap < 2 * errors else 'They differ in δ1,'} by {gap:.4f} "
+            f"(standard errors {span((score['se'] for score in scores), 4)}); effective ranks are {span(ranks, 1)}, "
+            f"shares of κ(20) {span(shares)}. What bounds the rank is the size."
         ],
     )
 
