@@ -65,7 +65,7 @@ CELLS = pytest.mark.parametrize("cells", [None, GRID, (3, 3)], ids=["no cells", 
 @CELLS
 @pytest.mark.parametrize("posterior", POSTERIORS)
 def test_the_compressed_probe_is_the_decoder_of_the_reconstruction(probe, images, posterior, cells):
-    vae = tiny_vae(probe, posterior=posterior, cells=cells)
+    vae = tiny_vae(probe, posterior=posterior, grid=cells)
     compressed, x = pb.compressed_probe(probe, vae), probe.features(images)
     layout = probe.token_layout(x)
 
@@ -91,7 +91,7 @@ def test_the_rank_is_never_above_the_size_of_the_latent(probe, images, at):
 
 @CELLS
 def test_on_spheres_the_rank_is_one_lower_for_every_register(probe, images, cells):
-    vae = tiny_vae(probe, registers=2, latent=3, cells=cells)
+    vae = tiny_vae(probe, registers=2, latent=3, grid=cells)
     for found in (pb.compressed_probe(probe, vae), pb.latent_probe(probe, vae)):
         after = torch.linalg.svdvals(dense(found, images))
         assert (after[:, 3] > 1e-9 * after[:, 0]).all() and (after[:, 4:] < 1e-12 * after[:, :1]).all()
@@ -100,7 +100,7 @@ def test_on_spheres_the_rank_is_one_lower_for_every_register(probe, images, cell
 @CELLS
 @pytest.mark.parametrize("space", ["sphere", "ambient"])
 def test_the_latent_probe_against_plain_reverse_mode(probe, images, space, cells):
-    vae = tiny_vae(probe, cells=cells)
+    vae = tiny_vae(probe, grid=cells)
     latent, x = pb.latent_probe(probe, vae, space=space), probe.features(images)
     layout, z = probe.token_layout(x), latent.features(images)
     plain = z.as_subclass(Tensor)

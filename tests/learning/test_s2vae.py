@@ -29,7 +29,7 @@ def features(layout=LAYOUT, batch=2, seed=1, dtype=torch.float32):
 @pytest.mark.parametrize("posterior", POSTERIORS)
 @pytest.mark.parametrize("layout", [LAYOUT, VIEWS], ids=["image", "views"])
 def test_shapes(posterior, layout, cells):
-    vae, x = made(posterior=posterior, prefix=layout.prefix, cells=cells), features(layout)
+    vae, x = made(posterior=posterior, prefix=layout.prefix, grid=cells), features(layout)
     z = vae.encode(x, layout)
     assert z.shape == (2, layout.views * 3, 5)
     assert vae.decode(z, layout).shape == x.shape
@@ -38,13 +38,13 @@ def test_shapes(posterior, layout, cells):
 
 @pytest.mark.parametrize("cells", [None, (3, 4)])
 def test_every_register_lies_on_its_sphere(cells):
-    z = made(cells=cells).start_from(features(batch=16), LAYOUT).encode(features(), LAYOUT)
+    z = made(grid=cells).start_from(features(batch=16), LAYOUT).encode(features(), LAYOUT)
     torch.testing.assert_close(z.norm(dim=-1), torch.ones(2, 3))
 
 
 @pytest.mark.parametrize("cells", [None, (3, 4)])
 def test_nothing_of_the_prefix_tokens_passes(cells):
-    vae, x = made(cells=cells).start_from(features(batch=16), LAYOUT), features()
+    vae, x = made(grid=cells).start_from(features(batch=16), LAYOUT), features()
     changed = x.clone()
     changed[:, :1] += 100
     reconstruction = vae.reconstruct(x, LAYOUT)
@@ -55,7 +55,7 @@ def test_nothing_of_the_prefix_tokens_passes(cells):
 
 @pytest.mark.parametrize("cells", [None, (2, 3)])
 def test_each_view_is_encoded_on_its_own(cells):
-    vae, x = made(prefix=2, cells=cells).start_from(features(VIEWS, batch=16), VIEWS), features(VIEWS)
+    vae, x = made(prefix=2, grid=cells).start_from(features(VIEWS, batch=16), VIEWS), features(VIEWS)
     changed = x.clone()
     changed[:, VIEWS.tokens // 2 :] += 1
     z, moved = vae.encode(x, VIEWS), vae.encode(changed, VIEWS)
@@ -145,7 +145,7 @@ def test_the_divergence_of_a_gaussian_is_the_textbook_one():
 @pytest.mark.parametrize("cells", [None, (3, 4)])
 @pytest.mark.parametrize("posterior", POSTERIORS)
 def test_a_folder_holds_it(tmp_path, posterior, cells):
-    vae, x = made(posterior=posterior, cells=cells), features()
+    vae, x = made(posterior=posterior, grid=cells), features()
     vae.start_from(x, LAYOUT)
     again = S2VAE.from_pretrained(vae.save_pretrained(tmp_path / "vae"))
     assert again.config == vae.config
@@ -174,6 +174,13 @@ def test_every_patch_belongs_to_one_cell(registers, grid):
     assert (index <= count).all()
 
 
+@pytest.mark.parametrize(
+    ("registers", "grid"), [(32, (16, 16)), (32, (14, 14)), (8, (4, 2)), (6, (3, 8)), (64, (8, 8))]
+)
+def test_no_register_is_without_a_patch_where_there_are_factors(registers, grid):
+    assert (cells_of(registers, grid) < grid[0] * grid[1]).any(1).all()
+
+
 def test_cells_are_compact_and_alike():
     for cell in cells_of(32, (16, 16)):
         rows, columns = cell // 16, cell % 16
@@ -185,7 +192,7 @@ QUARTERS = TokenLayout(1, (4, 4))
 
 def with_quarters(posterior: str = "deterministic") -> S2VAE:
     """A network with 4 registers of 5 numbers, each of which has 4 patches of its own."""
-    return made(registers=4, posterior=posterior, cells=(4, 4)).double()
+    return made(registers=4, posterior=posterior, grid=(4, 4)).double()
 
 
 def one_component(batch: int) -> torch.Tensor:
@@ -195,6 +202,7 @@ def one_component(batch: int) -> torch.Tensor:
     return strength * torch.linspace(1, 2, 16, dtype=torch.float64)
 
 
+@torch.no_grad()
 def lost(vae: S2VAE, x: torch.Tensor, layout: TokenLayout = QUARTERS) -> torch.Tensor:
     """The share of the variance of x that does not come back."""
     return ((vae.reconstruct(x, layout) - x)[:, 1:] / vae.spread).square().mean()
@@ -227,8 +235,8 @@ def test_on_a_sphere_the_length_of_a_cell_is_kept_too():
 
 
 def test_a_metric_decides_which_components_are_kept():
-    x, costly = features(QUARTERS, batch=256, dtype=torch.float64), torch.full((16,), 1e-4, dtype=torch.float64)
-    costly[3] = 1.0
+    x, costly = features(QUARTERS, batch=256, dtype=torch.float64), torch.zeros(16, dtype=torch.float64)
+    costly[3] = 1e4
     errors = []
     for metric in (None, torch.diag(costly)):
         vae = with_quarters().start_from(x, QUARTERS, metric)
@@ -247,8 +255,37 @@ def test_cells_give_back_images_of_other_sizes():
     assert lost(vae, pictures(8), TokenLayout(1, (8, 8))) < 0.05
 
 
+def test_few_samples_give_the_components_that_they_have():
+    """More numbers in a cell than cells: the smaller moments, and no direction out of round-off."""
+    x = features(QUARTERS, batch=3, dtype=torch.float64)  # 12 cells of 64 numbers
+    vae = made(registers=4, latent=30, posterior="deterministic", grid=(4, 4)).double().start_from(x, QUARTERS)
+    assert lost(vae, x) < 1e-3
+    assert (vae.fold.weight[12:] == 0).all()
+
+
+def test_a_channel_that_hardly_varies_is_not_worth_a_component():
+    x = features(QUARTERS, batch=64, dtype=torch.float64)
+    x[..., 4:] = 1e-4 * x[..., 4:5]
+    vae = with_quarters().start_from(x, QUARTERS, 1e-9 * torch.eye(16, dtype=torch.float64))
+    loud = made(registers=4, posterior="deterministic", grid=(4, 4)).double().start_from(x, QUARTERS)
+    torch.testing.assert_close(lost(vae, x), lost(loud, x), rtol=1e-3, atol=0)
+
+
+def test_features_that_do_not_vary_come_back():
+    vae = with_quarters("power-spherical").start_from(torch.ones(8, 17, 16, dtype=torch.float64), QUARTERS)
+    assert vae.reconstruct(features(QUARTERS, dtype=torch.float64), QUARTERS).isfinite().all()
+    torch.testing.assert_close(
+        vae.reconstruct(torch.ones(1, 17, 16).double(), QUARTERS)[:, 1:], torch.ones(1, 16, 16).double()
+    )
+
+
+def test_a_start_from_nan_is_refused():
+    with pytest.raises(ShapeError, match="x: expected finite features to start from, got NaN"):
+        with_quarters().start_from(torch.full((8, 17, 16), float("nan"), dtype=torch.float64), QUARTERS)
+
+
 def test_what_the_cells_know_is_not_trained():
-    vae = made(cells=(3, 4))
+    vae = made(grid=(3, 4))
     frozen = {name.partition(".")[0] for name, value in vae.named_parameters() if not value.requires_grad}
     assert frozen == {"inward", "outward", "fold", "unfold"}
 
@@ -268,9 +305,9 @@ def test_layers_are_split_as_they_were_joined():
         ({"dims": (6,)}, "dims: expected one width for each"),
         ({"dims": (6, 0)}, "dims: expected a whole number of at least 1, got 0"),
         ({"layers": (2, "5")}, "layers: expected a whole number of at least 0, got '5'"),
-        ({"cells": (3, 0)}, "cells: expected a whole number of at least 1, got 0"),
-        ({"cells": (3,)}, r"cells: expected rows and columns of patches, or None, got \(3,\)"),
-        ({"cells": 3}, "cells: expected rows and columns of patches, or None, got 3"),
+        ({"grid": (3, 0)}, "grid: expected a whole number of at least 1, got 0"),
+        ({"grid": (3,)}, r"grid: expected rows and columns of patches, or None, got \(3,\)"),
+        ({"grid": 3}, "grid: expected rows and columns of patches, or None, got 3"),
     ],
 )
 def test_sizes_that_cannot_be_are_refused(changes, message):

@@ -204,7 +204,8 @@ def bottleneck(
     cells: Annotated[
         bool,
         typer.Option(
-            "--cells/--no-cells", help="Start at the principal components of parts of the image, or anywhere."
+            "--cells/--no-cells",
+            help="Start at the principal components of parts of the image, or without cells at random.",
         ),
     ] = True,
     task_weight: Annotated[float, typer.Option(min=0.0, help="Of the task's output; 0: features alone.")] = 10.0,
@@ -215,10 +216,10 @@ def bottleneck(
     ] = True,
     size: options.Size = None,
     limit: options.Limit = None,
-    steps: Steps = 3000,
-    batch: Batch = 64,
+    steps: Steps = 500,
+    batch: Batch = 16,
     learning_rate: Rate = 1e-3,
-    validate_every: ValidateEvery = 500,
+    validate_every: ValidateEvery = 100,
     patience: Patience = None,
     precision: Arithmetic = "float32",
     tensorboard: TensorBoard = False,

@@ -130,15 +130,16 @@ class Fitted:
     steps: int  # taken in all
 
 
-def check_going_on(network: Pretrained, config: FitConfig, out: Path | None, settings: Mapping[str, Any]) -> None:
-    """Raise the error with which `fit` would refuse to go on in the folder ``out``: before long preparations, not after
-    them. Of ``network`` only its configuration matters."""
+def check_going_on(network: Pretrained, config: FitConfig, out: Path | None, settings: Mapping[str, Any]) -> bool:
+    """Return whether `fit` would go on in the folder ``out``, or raise the error with which it would refuse to: before
+    long preparations, not after them. Of ``network`` only its configuration matters."""
     if out is None:
-        return
+        return False
     checkpoint = claim_folder(out, "train") / CHECKPOINT
     stored = _stored(checkpoint)
     if stored is not None:
         _check_same(stored, _configuration(network, config, settings), checkpoint)
+    return stored is not None
 
 
 def fit(

@@ -45,14 +45,16 @@ POSTERIORS = (SPHERICAL, GAUSSIAN, DETERMINISTIC)
 MAX_CONCENTRATION = 1e6
 """Up to which the power-spherical distribution keeps its digits; concentrations approach it and never pass it."""
 _FIRST_CONCENTRATION, _FIRST_OF_CELLS = 30.0, 300.0
-"""Times d: at the start a sample points nearly where its location does, and the network learns from that. What a
-network with cells knows at its start has more digits."""
+"""Times d, the first concentration of a register, without and with a cell: a sample points nearly where its location
+does, and the network learns from that. Cells know their location better at the start."""
 _FIRST_DEVIATION = 0.1
 _ADDED = 0.1
-"""In which units of a register's numbers, and of a patch's, the transformers add to the cells. A step of Adam changes
-all weights of a layer at once, so in whole units a few of them would undo what is known at the start."""
+"""Factor on what the transformers add to the cells. A step of Adam changes all weights of a layer at once; without the
+factor a few steps would undo what is known at the start."""
 _RIDGE = 1e-4
-"""Of the mean variance of a register's numbers, where the first G is fitted to them."""
+"""Ridge of the first least-squares fit of G, as a share of the mean variance of a register's numbers."""
+_DEAD = 1e-3
+"""A channel that varies by less than this share of an average one hardly varies."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,9 @@ class S2VAEConfig:
     blocks: int = 3  # of the encoder, and as many of the decoder
     posterior: str = SPHERICAL
     normed: bool | None = None  # whether the features are behind the backbone's final norm; None: not known
-    cells: tuple[int, int] | None = None  # rows and columns of patches that the registers share out; None: they do not
+    grid: tuple[int, int] | None = (
+        None  # rows and columns of patches, of which each register has a cell; None: no cells
+    )
     origin: Origin = field(default_factory=Origin)
     scores: Mapping[str, float] = field(default_factory=dict)
 
@@ -91,12 +95,12 @@ class S2VAEConfig:
                 whole_number(name, value, least=least, error=ModelError)
         if len(self.dims) != len(self.layers) or not self.dims:
             raise ModelError(f"dims: expected one width for each of the layers {self.layers}, got {self.dims}.")
-        if self.cells is not None:
-            of_kind("cells", self.cells, tuple, "rows and columns of patches, or None", ModelError)
-            for value in self.cells:
-                whole_number("cells", value, error=ModelError)
-            if len(self.cells) != 2:
-                raise ModelError(f"cells: expected rows and columns of patches, or None, got {self.cells}.")
+        if self.grid is not None:
+            of_kind("grid", self.grid, tuple, "rows and columns of patches, or None", ModelError)
+            for value in self.grid:
+                whole_number("grid", value, error=ModelError)
+            if len(self.grid) != 2:
+                raise ModelError(f"grid: expected rows and columns of patches, or None, got {self.grid}.")
 
 
 class Reconstruction(NamedTuple):
@@ -137,12 +141,12 @@ class S2VAE(Pretrained):
         self.decoder_norm = nn.LayerNorm(width)
         self.outward = nn.Linear(width, features)
         if self.precision is not None:
-            concentration = config.latent * (_FIRST_OF_CELLS if config.cells else _FIRST_CONCENTRATION)
+            concentration = config.latent * (_FIRST_OF_CELLS if config.grid else _FIRST_CONCENTRATION)
             nn.init.zeros_(self.precision.weight)
             nn.init.constant_(self.precision.bias, math.log(concentration if spreads == 1 else _FIRST_DEVIATION))
-        if config.cells is not None:
-            cells = cells_of(config.registers, config.cells)
-            slots = torch.zeros(math.prod(config.cells) + 1, dtype=torch.long)
+        if config.grid is not None:
+            cells = cells_of(config.registers, config.grid)
+            slots = torch.zeros(math.prod(config.grid) + 1, dtype=torch.long)
             slots[cells.flatten()] = torch.arange(cells.numel())
             self.register_buffer("patch_of_slot", cells, persistent=False)  # [R, cell]
             self.register_buffer("slot_of_patch", slots[:-1], persistent=False)  # [h w], in all cells side by side
@@ -162,7 +166,7 @@ class S2VAE(Pretrained):
         dims, layers = (tuple(int(value) for value in stored[name]) for name in ("dims", "layers"))
         origin, scores = Origin.from_dict(stored["origin"]), dict(stored["scores"])
         sizes = {name: stored[name] for name in names} | {"normed": stored.get("normed")}
-        sizes["cells"] = None if stored.get("cells") is None else tuple(int(side) for side in stored["cells"])
+        sizes["grid"] = None if stored.get("grid") is None else tuple(int(side) for side in stored["grid"])
         return S2VAEConfig(dims, layers, **sizes, origin=origin, scores=scores)
 
     @classmethod
@@ -189,25 +193,32 @@ class S2VAE(Pretrained):
         return math.sqrt(self.config.latent) if self.spherical else 1.0
 
     @torch.no_grad()
-    def start_from(self, x: Tensor, layout: TokenLayout, metric: Tensor | None = None) -> S2VAE:
+    def start_from(self, x: Tensor, layout: TokenLayout, task_metric: Tensor | None = None) -> S2VAE:
         """Hold mean and spread of each channel of these features, so that all count alike. A channel that hardly varies
-        gets the spread of an average one: its round-off is not worth learning. Registers with cells start at the
-        principal components of these features there (`_start_cells`), under ``metric`` [sum(dims), sum(dims)]: what an
-        error of a patch costs, in units of the channels. None: its square."""
+        gets the spread of an average one: its round-off is not worth learning.
+
+        Registers with cells start at the principal components of these features there. They are those in which an
+        error e of a patch costs |e / spread|^2 / sum(dims) + e^T T e, with ``task_metric`` T [sum(dims), sum(dims)],
+        or its first part alone.
+        """
         patches = self._patches(x, layout)
+        if not patches.isfinite().all():
+            raise ShapeError("x: expected finite features to start from, got NaN or infinite ones.")
         flat = patches.flatten(0, 1).double()
         spread = flat.std(0, correction=0)
         average = torch.where(spread.any(), spread.mean(), 1)
         self.mean.copy_(flat.mean(0))
-        self.spread.copy_(torch.where(spread > 1e-3 * average, spread, average))
-        if self.config.cells is not None:
-            if metric is not None:
-                metric = self.spread[:, None] * metric.to(self.spread) * self.spread
+        self.spread.copy_(torch.where(spread > _DEAD * average, spread, average))
+        if self.config.grid is not None:
+            metric = torch.eye(len(spread), dtype=torch.float64, device=spread.device)
+            if task_metric is not None:
+                units = self.spread.double()
+                metric += len(spread) * units[:, None] * task_metric.to(metric) * units
             self._start_cells((patches - self.mean) / self.spread, layout, metric)
         return self
 
-    def _start_cells(self, patches: Tensor, layout: TokenLayout, metric: Tensor | None) -> None:
-        """Set the linear maps so that G(E(x)) are the principal components of x in every cell.
+    def _start_cells(self, patches: Tensor, layout: TokenLayout, metric: Tensor) -> None:
+        """Set the linear maps so that G(E(x)) are the principal components of x in every cell, under ``metric``.
 
         ``inward`` and ``outward`` are the leading components of a patch, ``fold`` those of all patches of a cell. On a
         sphere a register has no length, so one of its numbers is held constant before it is normalised: the length of
@@ -217,15 +228,14 @@ class S2VAE(Pretrained):
         for layer in linear:
             nn.init.zeros_(layer.weight)
             nn.init.zeros_(layer.bias)
-        root, inverse = _roots(metric, patches)
+        root, inverse = (power.to(patches.dtype) for power in _roots(metric))
         components = _components(patches.flatten(0, 1) @ root, own.width)  # [sum(dims), k]
-        scale = (patches @ (root @ components)).square().mean().sqrt().clamp_min(torch.finfo(patches.dtype).tiny)
+        scale = _or_one((patches @ (root @ components)).square().mean().sqrt())
         self.inward.weight[: components.shape[1]] = (root @ components).mT / scale
         self.outward.weight[:, : components.shape[1]] = inverse @ components * scale
         cells = self._folded(self.inward(patches), layout).flatten(0, 1)  # [B V R, cell * width]
         leading = _components(cells, own.latent - self.spherical)
-        length = (cells @ leading).square().sum(-1).mean().sqrt()
-        length = torch.where(length > 0, length, 1) * self._scale / math.sqrt(own.latent)
+        length = _or_one((cells @ leading).square().sum(-1).mean().sqrt()) * self._scale / math.sqrt(own.latent)
         self.fold.weight[: leading.shape[1]] = leading.mT / length
         if self.spherical:
             self.fold.bias[-1] = 1.0
@@ -233,8 +243,7 @@ class S2VAE(Pretrained):
         held = (F.normalize(held, dim=-1) if self.spherical else held).double()
         centre, target = held.mean(0), cells.double().mean(0)
         gram = (held - centre).mT @ (held - centre)
-        ridge = _RIDGE * gram.diagonal().mean().clamp_min(torch.finfo(gram.dtype).tiny)
-        gram.diagonal().add_(ridge)
+        gram.diagonal().add_(_RIDGE * _or_one(gram.diagonal().mean()))
         weight = torch.linalg.solve(gram, (held - centre).mT @ (cells.double() - target)).mT
         self.unfold.weight.copy_(weight)
         self.unfold.bias.copy_(target - weight @ centre)
@@ -268,7 +277,7 @@ class S2VAE(Pretrained):
             )
         held = self.expand(self._scale * z.to(self.expand.weight.dtype).unflatten(1, (layout.views, -1)).flatten(0, 1))
         places = (self._positions(layout) + self.patch).expand(len(held), -1, -1)
-        known = None if own.cells is None else self._unfolded(z, layout)
+        known = None if own.grid is None else self._unfolded(z, layout)
         tokens = torch.cat([held + self.registers, places if known is None else places + known], 1)
         for block in self.decoder:
             tokens = block(tokens)
@@ -357,7 +366,7 @@ class S2VAE(Pretrained):
         seen = self.encoder_norm(tokens[:, : self.config.registers])
         seen = seen.unflatten(0, (-1, layout.views)).flatten(1, 2)  # [B, V R, width]
         location = self.location(seen).to(self.mean.dtype)
-        if self.config.cells is not None:
+        if self.config.grid is not None:
             folded = self.fold(self._folded(inside, layout)).to(self.mean.dtype)  # [B V, R, d]
             location = _ADDED / self._scale * location + folded.unflatten(0, (-1, layout.views)).flatten(1, 2)
         if self.precision is None:
@@ -372,17 +381,17 @@ class S2VAE(Pretrained):
 
     def _folded(self, inside: Tensor, layout: TokenLayout) -> Tensor:
         """Return patches [B V, h w, width] by cell, those of a cell side by side: [B V, R, cell * width]."""
-        assert self.config.cells is not None
-        grid = _resized(inside, layout.grid, self.config.cells)
+        assert self.config.grid is not None
+        grid = _resized(inside, layout.grid, self.config.grid)
         return F.pad(grid, (0, 0, 0, 1))[:, self.patch_of_slot].flatten(2)
 
     def _unfolded(self, z: Tensor, layout: TokenLayout) -> Tensor:
         """Return what registers [B, V R, d] say of the patches of their cells, [B V, h w, width]."""
         own = self.config
-        assert own.cells is not None
+        assert own.grid is not None
         registers = z.to(self.unfold.weight.dtype).unflatten(1, (layout.views, -1)).flatten(0, 1)
         by_cell = self.unfold(registers).unflatten(-1, (-1, own.width)).flatten(1, 2)  # [B V, R cell, width]
-        return _resized(by_cell[:, self.slot_of_patch], own.cells, layout.grid)
+        return _resized(by_cell[:, self.slot_of_patch], own.grid, layout.grid)
 
     def _patches(self, x: Tensor, layout: TokenLayout) -> Tensor:
         """Return the patch tokens of every view, [B V, h w, sum(dims)], in the dtype of the network."""
@@ -420,11 +429,18 @@ _COARSEST, _FINEST = 0.25, 16.0
 
 
 def cells_of(registers: int, grid: tuple[int, int]) -> Tensor:
-    """Return the patches of a grid that belong to each register, [R, largest cell]; rows * columns stands for none.
+    """Return the patches of each register's cell, [R, patches of the largest cell], padded with rows * columns.
 
-    Registers are laid out in rows and columns, as square as their number allows, and share out the grid evenly.
+    Registers are laid out in rows and columns, of which there are R together: so that as few as possible have no patch,
+    and cells are as square as can be. A prime number of registers makes strips.
     """
-    rows = max(own for own in range(1, math.isqrt(registers) + 1) if registers % own == 0)
+
+    def empty_and_slim(rows: int) -> tuple[int, float]:
+        columns = registers // rows
+        used = min(rows, grid[0]) * min(columns, grid[1])
+        return registers - used, abs(math.log(grid[0] * columns / (grid[1] * rows)))
+
+    rows = min((own for own in range(1, registers + 1) if registers % own == 0), key=empty_and_slim)
     parts = [
         [range(own * side // count, (own + 1) * side // count) for own in range(count)]
         for side, count in zip(grid, (rows, registers // rows), strict=True)
@@ -439,20 +455,27 @@ def cells_of(registers: int, grid: tuple[int, int]) -> Tensor:
 
 
 def _components(rows: Tensor, count: int) -> Tensor:
-    """Return the leading eigenvectors [n, min(count, n)] of the second moments of rows [m, n]."""
-    moments = rows.double().mT @ rows.double()
-    return torch.linalg.eigh(moments).eigenvectors.flip(1)[:, :count].to(rows.dtype)
+    """Return the leading principal directions [n, k] of rows [m, n], around zero: k = count, or fewer if m or n is."""
+    exact = rows.double()
+    if len(rows) < rows.shape[1]:  # the smaller of the two moment matrices has the same eigenvalues
+        values, vectors = torch.linalg.eigh(exact @ exact.mT)
+        kept = values > values[-1] * len(rows) * torch.finfo(exact.dtype).eps
+        directions = exact.mT @ vectors[:, kept] / values[kept].sqrt()
+    else:
+        directions = torch.linalg.eigh(exact.mT @ exact).eigenvectors
+    return directions.flip(1)[:, :count].to(rows.dtype)
 
 
-def _roots(metric: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the square root of a positive metric [n, n] and the inverse of that; None is the identity."""
-    if metric is None:
-        same = torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)
-        return same, same
-    values, vectors = torch.linalg.eigh(metric.double())
-    roots = values.clamp_min(values[-1] * torch.finfo(like.dtype).eps).sqrt()
-    root, inverse = ((vectors * power @ vectors.mT).to(like.dtype) for power in (roots, 1 / roots))
+def _roots(metric: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the square root of a positive metric [n, n] and the inverse of that."""
+    values, vectors = torch.linalg.eigh(metric)
+    roots = values.clamp_min(values[-1] * torch.finfo(torch.float32).eps).sqrt()
+    root, inverse = (vectors * power @ vectors.mT for power in (roots, 1 / roots))
     return root, inverse
+
+
+def _or_one(value: Tensor) -> Tensor:
+    return torch.where(value > 0, value, 1)
 
 
 def _resized(patches: Tensor, grid: tuple[int, int], wanted: tuple[int, int]) -> Tensor:

@@ -58,7 +58,7 @@ MARGIN = 8 / 7
 """Pictures that are varied are held so much larger than the crops of them: 256 pixels for crops of 224."""
 _READ_AT_ONCE = 64
 _START_SAMPLES, _START_NUMBERS = 256, 1 << 27
-"""From how many samples a network starts at most, and how many numbers they may have together (1 GB as float64)."""
+"""From how many samples a network starts, if their features have no more numbers than these together (1 GB of them)."""
 
 Batches = Callable[[int, Share, torch.Generator], Tensor]
 """(step, share, generator) -> the features [b, N, D] of this process's share of a step. The generator is the same in
@@ -84,6 +84,7 @@ class BottleneckOptions:
         for name in ("task_weight", "kl_weight"):
             finite_number(name, getattr(self, name), least=0, expected="a number that is not negative")
         whole_number("kl_warmup", self.kl_warmup, least=0)
+        of_kind("cells", self.cells, bool, "True or False")
 
     def network(self, probe: ProbeMap, grid: tuple[int, int]) -> S2VAEConfig:
         """Return the configuration of a network for what the decoder of this probe reads of images with so many rows
@@ -92,8 +93,8 @@ class BottleneckOptions:
         sizes = {name: getattr(self, name) for name in names}
         backbone, decoder = probe.backbone, probe.decoder
         dims = (backbone.tap_dim,) * len(decoder.layers)
-        cells = grid if self.cells else None
-        return S2VAEConfig(dims, decoder.layers, backbone.prefix, **sizes, normed=decoder.normed, cells=cells)
+        places = grid if self.cells else None
+        return S2VAEConfig(dims, decoder.layers, backbone.prefix, **sizes, normed=decoder.normed, grid=places)
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,7 +203,8 @@ def train_bottleneck(
 
 def bottleneck_config(**changes: Any) -> FitConfig:
     """Return the training loop's settings for a bottleneck, with these changes."""
-    return replace(FitConfig(learning_rate=1e-3, warmup=200, ema=0.995, validate_every=500), **changes)
+    few = FitConfig(steps=500, batch=16, learning_rate=1e-3, warmup=20, ema=0.98, validate_every=100)
+    return replace(few, **changes)
 
 
 def default_distance(decoder: str) -> str | None:
@@ -241,14 +243,15 @@ def fit_bottleneck(
         raise PullbackError("held_out: expected features of at least one sample, got none.")
     some = held_out.features(torch.arange(1))
     layout = probe.token_layout(some)
-    check_bottleneck(probe, options, layout.grid, config, out, settings or {})
+    going_on = check_bottleneck(probe, options, layout.grid, config, out, settings or {})
     check_output(probe, some)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        vae = S2VAE.from_config(options.network(probe, layout.grid))
-    first = _first_samples(train, config)
-    metric = loss_metric(probe, first, options.task_weight, config.seed) if options.cells else None
-    vae.to(first[0].device).start_from(torch.cat(first), probe.token_layout(first[0]), metric)
+        vae = S2VAE.from_config(options.network(probe, layout.grid)).to(some.device)
+    if not going_on:
+        first = _first_samples(train, config)
+        weighed = options.task_weight * task_metric(probe, first, config.seed) if options.cells else None
+        vae.start_from(torch.cat(first), probe.token_layout(first[0]), weighed)
     fitted = fit(
         vae,
         BottleneckTask(vae, probe, train, held_out, options, mixed=config.precision == "bf16"),
@@ -276,11 +279,12 @@ def check_bottleneck(
     config: FitConfig,
     out: str | Path | None,
     settings: Mapping[str, Any],
-) -> None:
-    """Raise the errors of `fit_bottleneck` that need no features, before long preparations for it."""
+) -> bool:
+    """Return whether a run goes on, or raise the errors of `fit_bottleneck` that need no features, before long
+    preparations for it."""
     with torch.device("meta"):
         network = S2VAE.from_config(options.network(probe, grid))
-    check_going_on(network, config, None if out is None else Path(out), _settings(probe, options, settings))
+    return check_going_on(network, config, None if out is None else Path(out), _settings(probe, options, settings))
 
 
 def _first_samples(train: Batches, config: FitConfig) -> list[Tensor]:
@@ -291,38 +295,30 @@ def _first_samples(train: Batches, config: FitConfig) -> list[Tensor]:
     return [first, *(train(0, Share(config.batch), stream) for stream in streams[1:fitting])]
 
 
-def loss_metric(probe: ProbeMap, parts: Sequence[Tensor], task_weight: float, seed: int = 0) -> Tensor:
-    """Return what an error e of one patch of x costs in the loss, e^T W e, to second order: W [D, D], in float64.
+def task_metric(probe: ProbeMap, parts: Sequence[Tensor], seed: int = 0) -> Tensor:
+    """Return T [D, D] in float64 such that the task loss is about the mean of e_t^T T e_t over the patches t of all
+    images, where e_t is the error of a patch: its second order, without what patches do together.
 
-        W = diag(1 / variance) / D + task_weight * mean over images of sum_t (J^T J)_tt / (M * variance of the output)
+        T = mean over images of sum_t (J^T J)_tt / (M * variance of the output)
 
-    with J of the task's output and t over the patches, so that a direction counts for what it varies and for what the
-    task makes of it. (J^T J)_tt is the mean of g_t g_t^T over g = J^T u, u random: one VJP an image. What patches do
-    together is left out.
+    with J of the task's output, M numbers. (J^T J)_tt is the mean of g_t g_t^T over g = J^T u with random u: one VJP an
+    image. A decoder that does not depend on its inputs has T = 0.
     """
-    variance = torch.cat([_patch_rows(probe, part) for part in parts]).double().var(0, correction=0)
-    metric = torch.diag(1 / variance.clamp_min(1e-6 * variance.mean()) / len(variance))
-    if not task_weight:
-        return metric
     generator = Streams.from_seed(seed, 1, parts[0].device).generators[0]
-    seen, squares, means, count, images = torch.zeros_like(metric), 0.0, 0.0, 0, 0
+    seen = torch.zeros(2 * (parts[0].shape[-1],), dtype=torch.float64, device=parts[0].device)
+    outputs = []
     for part in parts:
         decoded, plain = probe.bind(part), part.as_subclass(Tensor).detach().requires_grad_()
         with torch.enable_grad():
             output = decoded(plain)
-            noise = torch.randn(output.shape, generator=generator, device=output.device, dtype=output.dtype)
-            (gradient,) = torch.autograd.grad(output, plain, noise)
-        rows = probe.token_layout(part).patch_map(gradient).flatten(0, -2).double()
-        seen += rows.mT @ rows
-        found = output.detach().double()
-        squares, means = squares + float(found.square().sum()), means + float(found.sum())
-        count, images = count + found.numel(), images + len(part)
-    spread = max(squares / count - (means / count) ** 2, torch.finfo(torch.float32).tiny)
-    return metric + task_weight * seen / (images * (count // images) * spread)
-
-
-def _patch_rows(probe: ProbeMap, features: Tensor) -> Tensor:
-    return probe.token_layout(features).patch_map(features.as_subclass(Tensor)).flatten(0, -2)
+            outputs.append(output.detach())
+            if output.requires_grad:
+                noise = torch.randn(output.shape, generator=generator, device=output.device, dtype=output.dtype)
+                (gradient,) = torch.autograd.grad(output, plain, noise, materialize_grads=True)
+                rows = probe.token_layout(part).patch_map(gradient).flatten(0, -2).double()
+                seen += rows.mT @ rows
+    every = torch.cat(outputs)
+    return seen / (every.numel() * _spread(every).double().square())
 
 
 def check_output(probe: ProbeMap, features: Tensor) -> None:
@@ -440,10 +436,14 @@ def task_loss(probe: ProbeMap, x: Tensor, reconstruction: Tensor) -> Tensor:
 
     with torch.no_grad():
         truth = output(plain)
-        spread = truth.std(correction=0)
-        spread = spread.clamp_min(1e-6 * truth.abs().max()).clamp_min(torch.finfo(torch.float32).tiny)
-    error = (output(reconstruction.to(plain.dtype)) - truth) / spread
+    error = (output(reconstruction.to(plain.dtype)) - truth) / _spread(truth)
     return 2 * torch.nn.functional.huber_loss(error, torch.zeros_like(error))
+
+
+def _spread(output: Tensor) -> Tensor:
+    """Return the standard deviation of an output, and not nothing where it does not vary."""
+    found = output.float().std(correction=0)
+    return found.clamp_min(1e-6 * output.abs().max().float()).clamp_min(torch.finfo(torch.float32).tiny)
 
 
 @torch.no_grad()
