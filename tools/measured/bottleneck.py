@@ -23,6 +23,7 @@ CASES = {
 SIZES = {f"size-{size}": f"{size:,}" for size in (256, 512, 1024, 2048, 4096, 8192)}
 WEIGHTS = {f"weight-{weight}": f"{weight:,}" for weight in (0, 1, 10, 100, 1000)}
 KINDS = {"size-4096": "S²-VAE", "gaussian": "Gaussian VAE", "deterministic": "plain autoencoder"}
+CONTROL = {"no-cells": "S²-VAE without cells"}
 READ_BY_THE_DECODER = ("saliency-L11", "dinov2-depth", "views-depth", "views-points", "scenes-depth")
 """Cases whose place is what the decoder reads; the others lie before it."""
 ARROW = " → "
@@ -127,36 +128,30 @@ def saliency_kept(measured: Mapping[str, Case]) -> str:
 
 
 def spectra() -> str:
-    rows = [
-        [
-            "*paper: VGGT-1B depth at x_vis*",
-            "",
-            "",
-            "4,096",
-            "282" + ARROW + "30 to 53",
-            "≫ 100" + ARROW + "≈ 40",
-            "",
-            "0.578" + ARROW + "not stated",
-            "",
-        ]
-    ]
-    measured = cases(CASES)
-    for name, case in measured.items():
-        own = case["case"]
-        sizes = [str(own["pixels"][0]), f"{own['outputs']:,}", f"{own['bound']:,}"]
-        kappas = [both(case, f"kappa_{rank}", 2) for rank in (20, 50)]
-        reach = ARROW.join(r90(case[part]) for part in ("before", "after"))
-        rows.append([CASES[name], *sizes, with_errors(case, "r_eff", 1), reach, *kappas, both(case, "cv_patches", 2)])
-    header = ["probe", "pixels", "M", "M'", "r_eff", "r_0.90", "κ(20)", "κ(50)", "CV of patches"]
+    paper = ["4,096", "282" + ARROW + "30 to 53", "≫ 100" + ARROW + "≈ 40", "", "0.578" + ARROW + "not stated", ""]
+    rows = [["*paper: VGGT-1B depth at x_vis*", "", "", "", *paper]]
+    measured, others = cases(CASES), cases(CASES, NO_CELLS)
+    for name in CASES:
+        found = {"cells": measured.get(name), "random": others.get(name)}
+        for kind, case in ((kind, case) for kind, case in found.items() if case is not None):
+            own = case["case"]
+            title = "" if kind == "random" and name in measured else CASES[name]
+            sizes = [str(own["pixels"][0]), f"{own['outputs']:,}", f"{own['bound']:,}"]
+            kappas = [both(case, f"kappa_{rank}", 2) for rank in (20, 50)]
+            reach = ARROW.join(r90(case[part]) for part in ("before", "after"))
+            cells = [with_errors(case, "r_eff", 1), reach, *kappas, both(case, "cv_patches", 2)]
+            rows.append([title, kind, *sizes, *cells])
+    header = ["probe", "start", "pixels", "M", "M'", "r_eff", "r_0.90", "κ(20)", "κ(50)", "CV of patches"]
     settings = next(iter(measured.values()))["settings"]
     return joined(
         table(header, rows),
-        origin(measured, CASES),
+        f"{origin(measured, CASES)}; {origin(others, CASES, NO_CELLS)}",
         f"Without the bottleneck{ARROW}with it, at the same features of {settings['samples']} held-out images, or "
-        f"scenes of {settings['views']} views: mean ± standard error over them. {settings['rank']} modes, converged to "
-        f"1e-4, so r_0.90 (the median) is known up to {settings['rank']}. M' is the bound on the rank: registers times "
-        "their dimension, for each view.",
-        spectra_sentences(measured),
+        f"scenes of {settings['views']} views (not the same ones in both files): mean ± standard error over them. "
+        f"{settings['rank']} modes, converged to 1e-4, so r_0.90 (the median) is known up to {settings['rank']}. M' is "
+        "the bound on the rank: registers times their dimension, for each view. Networks start at the cells, or "
+        "without them at random and with less weight for the task ([the start](#the-start)).",
+        spectra_sentences(measured, others),
     )
 
 
@@ -165,7 +160,7 @@ def short(name: str) -> str:
     return CASES[name].partition(" at ")[0]
 
 
-def spectra_sentences(measured: dict[str, Case]) -> list[str]:
+def spectra_sentences(measured: dict[str, Case], others: Mapping[str, Case]) -> list[str]:
     """Say where spectra became poorer and how far, and beside that which were never rich."""
     full = rich(measured)
     reached = [r90(case["after"]) for case in full.values()]
@@ -179,6 +174,17 @@ def spectra_sentences(measured: dict[str, Case]) -> list[str]:
             f"r_0.90 to {listed(reached)} (paper: ≈ 40).",
         )
     ]
+    poor = rich(others)
+    ranks = [mean(case, "after", "r_eff") for case in poor.values()]
+    sentences.append(
+        said(
+            all(mean(case, "after", "kappa_50") > LOW for case in poor.values()),
+            f"Behind networks that start at random the effective rank of the rich cases falls to {between(ranks)} and "
+            "κ(50) to at least "
+            f"{min(mean(case, 'after', 'kappa_50') for case in poor.values()):.2f}; how much of the original they keep "
+            "is [another matter](#the-start).",
+        )
+    )
     if low:
         change = [mean(case, "after", "r_eff") / mean(case, "before", "r_eff") for case in low.values()]
         sentences.append(
@@ -546,7 +552,8 @@ def start() -> str:
             run = read(trained)["runs"][case["case"]["bottleneck"]]
             own, found = run["settings"], case["agreement"]["20"]
             task = case["quality"].get("delta1", case["quality"]["correlation"])
-            gains.setdefault(name, []).append((lost_variance(case), task["mean"], found["share"]["mean"]))
+            rank = mean(case, "after", "r_eff")
+            gains.setdefault(name, []).append((lost_variance(case), task["mean"], found["share"]["mean"], rank))
             rows.append(
                 [
                     COMPARED[name] if kind == "random" else "",
@@ -563,6 +570,7 @@ def start() -> str:
     better = all(new[0] < old[0] and new[2] > old[2] for old, new in gains.values())
     factors = [new[2] / old[2] for old, new in gains.values()]
     header = ["decoder", "start", "steps", "training", "δ1 or correlation", "lost variance", "share of κ(20)", "ρ"]
+    poorer = [name for name, (old, new) in gains.items() if old[3] < new[3]]
     return joined(
         table(header, rows),
         f"{source(NO_CELLS)}; {source(SPECTRA)}; {source(NO_CELLS_TRAINING, TRAINING)}",
@@ -575,6 +583,11 @@ def start() -> str:
                 f"the original's directions ({span(factors, 0)} times as much of κ(20)) than longer trainings on a GPU "
                 "from a random start.",
             ),
+            f"- What is faithful is richer: the effective rank behind the cells is above that of the other network for "
+            f"{listed([COMPARED[name] for name in poorer])}. The network from a random start is poor in directions "
+            "because it lost them, not because the task does without."
+            if poorer
+            else "- The effective rank behind the cells is not above that of the other networks.",
             said(
                 even["agreement"]["20"]["share"]["mean"] > plain["agreement"]["20"]["share"]["mean"],
                 "The weight of the task is a part of it, the start another: with a weight of 1 and before the first "
@@ -586,18 +599,16 @@ def start() -> str:
 
 
 def kinds() -> str:
-    """Other latents of the same size."""
-    measured = cases(KINDS)
+    """Other latents of the same size, and the same one without cells."""
+    measured, control = cases(KINDS), cases(CONTROL)
     rows = []
-    for name, case in measured.items():
+    for name, case in (measured | control).items():
         found = case["agreement"]["20"]
-        place = "latent, sphere" if "latent, sphere" in case else "latent, ambient"
         rows.append(
             [
-                KINDS[name],
+                (KINDS | CONTROL)[name],
                 f"{case['case']['registers']} × {case['case']['latent']}",
                 pm(case["after"]["r_eff"], 1),
-                pm(case[place]["r_eff"], 1),
                 pm(case["quality"]["delta1"], 4),
                 pm(case["quality"]["abs_rel"], 4),
                 f"{lost_variance(case):.3f}",
@@ -605,30 +616,29 @@ def kinds() -> str:
                 pm(found["spearman_patches"], 3),
             ]
         )
-    header = [
-        "latent",
-        "size",
-        "r_eff, features",
-        "r_eff, latent",
-        "δ1",
-        "AbsRel",
-        "lost variance",
-        "share of κ(20)",
-        "ρ",
-    ]
+    header = ["latent", "size", "r_eff", "δ1", "AbsRel", "lost variance", "share of κ(20)", "ρ"]
     scores = [case["quality"]["delta1"] for case in measured.values()]
     shares = [case["agreement"]["20"]["share"]["mean"] for case in measured.values()]
     ranks = [mean(case, "after", "r_eff") for case in measured.values()]
     gap = max(score["mean"] for score in scores) - min(score["mean"] for score in scores)
-    errors = min(score["se"] for score in scores)
+    alike = gap < 2 * min(score["se"] for score in scores)
+    random = control["no-cells"]
+    run = read(TRAINING)["runs"][random["case"]["bottleneck"]]["settings"]
     return joined(
         table(header, rows),
-        origin(measured, KINDS),
-        "`tiny-scenes` depth at the four layers, trained alike.",
+        origin(measured | control, KINDS | CONTROL),
+        f"`tiny-scenes` depth at the four layers, trained alike: {run['steps']} steps of {run['batch']} scenes, weight "
+        f"of the task {run['task_weight']:g}.",
         [
-            f"- {'The three are alike: δ1 differs' if gap < 2 * errors else 'They differ in δ1,'} by {gap:.4f} "
-            f"(standard errors {span((score['se'] for score in scores), 4)}); effective ranks are {span(ranks, 1)}, "
-            f"shares of κ(20) {span(shares)}. What bounds the rank is the size."
+            f"- {'The three are alike: δ1 differs' if alike else 'They differ in δ1,'} by {gap:.4f} (standard errors "
+            f"{span((score['se'] for score in scores), 4)}); effective ranks are {span(ranks, 1)}, shares of κ(20) "
+            f"{span(shares)}. What bounds the rank is the size.",
+            said(
+                lost_variance(random) > max(map(lost_variance, measured.values()))
+                and random["agreement"]["20"]["share"]["mean"] < min(shares),
+                f"Without cells the same training loses {lost_variance(random):.2f} of the variance and finds "
+                f"{random['agreement']['20']['share']['mean']:.3f} of κ(20).",
+            ),
         ],
     )
 
