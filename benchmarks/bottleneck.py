@@ -75,6 +75,7 @@ SIZES = (256, 512, 1024, 2048, 4096, 8192)
 WEIGHTS = (0, 1, 10, 100, 1000)  # of the task, in the metric of the start; nothing is learned after it
 CASES: dict[str, Case] = {
     **{f"saliency-L{layer:02d}": Case("saliency", "saliency", layer, "saliency", PHOTOS) for layer in (8, 10, 11)},
+    "saliency-L11-small": Case("saliency", "saliency", 11, "saliency-512", PHOTOS),
     "dinov2-depth": Case("dinov2", "depth", INPUTS, "dinov2-depth", PHOTOS),
     "dinov2-depth-L08": Case("dinov2", "depth", 8, "dinov2-depth", PHOTOS),
     "views-depth": Case("tiny-views", "depth", INPUTS, "tiny-views-depth"),

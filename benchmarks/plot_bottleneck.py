@@ -1,7 +1,7 @@
 """The curve of tractability against fidelity over sizes of a bottleneck: docs/images/bottleneck.png.
 
     python benchmarks/plot_bottleneck.py
-    python benchmarks/plot_bottleneck.py --results mine/bottleneck_cuda.json --out mine.png
+    python benchmarks/plot_bottleneck.py --results mine/bottleneck_cpu.json --out mine.png
 
 From what benchmarks/bottleneck.py measured of the cases size-256 to size-8192, `tiny-scenes` depth.
 """
@@ -23,11 +23,12 @@ Case = dict[str, Any]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks/results/bottleneck_cuda.json")
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks/results/bottleneck_cpu.json")
     parser.add_argument("--out", type=Path, default=ROOT / "docs/images/bottleneck.png")
     options = parser.parse_args()
     cases = json.loads(options.results.read_text(encoding="utf-8"))["cases"]
-    draw([case for name, case in cases.items() if name.startswith("size-")]).savefig(
+    sizes = [case for name, case in cases.items() if name.startswith("size-")]
+    draw(sorted(sizes, key=lambda case: case["case"]["bound"])).savefig(
         options.out, dpi=120, metadata={"Software": None}
     )
     print(f"written: {options.out}, {options.out.stat().st_size / 1000:.0f} kB")

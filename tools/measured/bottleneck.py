@@ -12,6 +12,7 @@ NO_CELLS, NO_CELLS_TRAINING = "bottleneck_cuda.json", "bottleneck_training_cuda.
 """Of networks that started at random, and were trained much longer."""
 CASES = {
     "saliency-L11": "DINOv2-S saliency at L11",
+    "saliency-L11-small": "DINOv2-S saliency at L11, 4 registers",
     "saliency-L10": "DINOv2-S saliency at L10",
     "saliency-L08": "DINOv2-S saliency at L8",
     "dinov2-depth": "DINOv2-S depth at its inputs",
