@@ -125,7 +125,7 @@ def answer() -> str:
 
 def saliency_kept(measured: Mapping[str, Case]) -> str:
     found = [case for name, case in measured.items() if name.startswith("saliency")]
-    return f" The saliency map keeps a correlation of {mean(found[0], 'quality', 'correlation'):.2f}." if found else ""
+    return f" The saliency map keeps a correlation of {mean(found[0], 'quality', 'correlation'):.3f}." if found else ""
 
 
 def spectra() -> str:
