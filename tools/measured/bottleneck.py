@@ -12,7 +12,7 @@ NO_CELLS, NO_CELLS_TRAINING = "bottleneck_cuda.json", "bottleneck_training_cuda.
 """Of networks that started at random, and were trained much longer."""
 CASES = {
     "saliency-L11": "DINOv2-S saliency at L11",
-    "saliency-L11-small": "DINOv2-S saliency at L11, 4 registers",
+    "saliency-L11-small": "DINOv2-S saliency (4 registers) at L11",
     "saliency-L10": "DINOv2-S saliency at L10",
     "saliency-L08": "DINOv2-S saliency at L8",
     "dinov2-depth": "DINOv2-S depth at its inputs",
@@ -25,7 +25,14 @@ SIZES = {f"size-{size}": f"{size:,}" for size in (256, 512, 1024, 2048, 4096, 81
 WEIGHTS = {f"weight-{weight}": f"{weight:,}" for weight in (0, 1, 10, 100, 1000)}
 KINDS = {"size-4096": "S²-VAE", "gaussian": "Gaussian VAE", "deterministic": "plain autoencoder"}
 CONTROL = {"no-cells": "S²-VAE without cells"}
-READ_BY_THE_DECODER = ("saliency-L11", "dinov2-depth", "views-depth", "views-points", "scenes-depth")
+READ_BY_THE_DECODER = (
+    "saliency-L11",
+    "saliency-L11-small",
+    "dinov2-depth",
+    "views-depth",
+    "views-points",
+    "scenes-depth",
+)
 """Cases whose place is what the decoder reads; the others lie before it."""
 ARROW = " → "
 NEAR = 0.97

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from .bottleneck import origin
 from .common import digits, joined, listed, p_value, pm, read, said, source, span, table
 
 STORAGE, PRUNING = (f"bottleneck_{part}_cpu.json" for part in ("storage", "pruning"))
@@ -110,7 +111,7 @@ def pruning() -> str:
         sentences += pruning_sentences(titles[name], by_score)
     return joined(
         *parts,
-        source(PRUNING),
+        origin(document["cases"], titles, PRUNING),
         "Preset `best`. Of the first row the error itself with its 95 % interval, of the others what is added to it, "
         "image by image. *Exact* is converged; heads learned block norms of the same pictures from as many products of "
         "either probe. Times are of a machine that other work shared.",
