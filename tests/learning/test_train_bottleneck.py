@@ -281,6 +281,21 @@ def test_the_network_knows_what_it_was_made_for():
     assert free.family == "depth-anything" and free.decoder is free.decoder_identity is None
 
 
+def test_a_run_that_goes_on_does_not_start_again(tmp_path):
+    probe, drawn = probe_of(), []
+    rows, held = drawn_rows(FeatureSet.of(features_of(64, probe))), FeatureSet.of(features_of(5, probe, seed=1))
+
+    def train(step, share, generator):
+        drawn.append(step)
+        return rows(step, share, generator)
+
+    fit_bottleneck(probe, train, held, OPTIONS, config=SHORT, out=tmp_path, seconds=0.0)
+    assert drawn and set(drawn) == {0}
+    drawn.clear()
+    fit_bottleneck(probe, train, held, OPTIONS, config=SHORT, out=tmp_path)
+    assert drawn == list(range(SHORT.steps))
+
+
 @pytest.mark.parametrize("posterior", POSTERIORS)
 def test_a_stopped_run_goes_on_to_the_same_bits(posterior, tmp_path):
     options = replace(OPTIONS, posterior=posterior)
