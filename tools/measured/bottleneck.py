@@ -196,8 +196,8 @@ def spectra_sentences(measured: dict[str, Case], others: Mapping[str, Case]) -> 
     if low:
         change = [mean(case, "after", "r_eff") / mean(case, "before", "r_eff") for case in low.values()]
         sentences.append(
-            f"- Not rich to begin with {'are' if len(low) > 1 else 'is'} {listed([CASES[name] for name in low])}: there "
-            f"the effective rank becomes {span(change)} of what it was."
+            f"- Not rich to begin with {'are' if len(low) > 1 else 'is'} {listed([CASES[name] for name in low])}: "
+            f"there the effective rank becomes {span(change)} of what it was."
         )
     if "scenes-depth" in full:
         sentences.append(
