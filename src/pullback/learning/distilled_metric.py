@@ -3,15 +3,15 @@
     |D|_g(F) = s |A(F) D|,   A(F) D = W^T sum_t h(F)_t D_t                       (`eq:drm_seminorm`)
     d(F_1, F_2) = (|F_2 - F_1|_g(F_1) + |F_2 - F_1|_g(F_2)) / 2                   (`eq:drm_sym`)
 
-with the scores h of an importance head, W [D, k] and the scale s, all learned (`train_drm`). A distance never needs both
-features at once: with x_t = s W^T F_t and a = sum_t h_t x_t, which are computed once per image (`MetricItems`),
+with the scores h of an importance head, W [D, k] and the scale s, all learned (`train_drm`). A distance never needs
+both features at once: with x_t = s W^T F_t and a = sum_t h_t x_t, computed once per image (`MetricItems`),
 
     s A(F_1)(F_2 - F_1) = sum_t h(F_1)_t x(F_2)_t - a(F_1)
 
 so that all distances between two sets of images are two matrix products (`pairwise_distances`).
 
-The metric g(F) = s^2 h h^T (x) W W^T changes with F. Its mean E[g] = s^2 E[h h^T] (x) W W^T does not: distances under it
-are those of an embedding (`DistilledMetric.embed`), obey the triangle inequality, and serve as candidates in large
+The metric g(F) = s^2 h h^T (x) W W^T changes with F. Its mean E[g] = s^2 E[h h^T] (x) W W^T does not: distances under
+it are those of an embedding (`DistilledMetric.embed`), obey the triangle inequality, and serve as candidates in large
 galleries.
 """
 
@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pullback.checks import finite_number, of_kind, whole_number
+from pullback.checks import finite_number, whole_number
 from pullback.errors import ModelError, PullbackError, RankError, ShapeError
 from pullback.learning.head import ImportanceHead
 from pullback.learning.pretrained import Origin, Pretrained
@@ -76,7 +76,7 @@ class MetricItems:
         that an image is at distance 0 from its stored self up to the rounding of sums."""
         projected, weights = self.projected.half(), self.weights.half()
         if not (projected.isfinite().all() and weights.isfinite().all()):
-            raise PullbackError("features: some projections or weights do not fit into float16, as NaN features do not.")
+            raise PullbackError("features: some projections or weights do not fit into float16; NaN features do not.")
         return MetricItems(projected, weights, _aggregates(weights.float(), projected.float()))
 
 
