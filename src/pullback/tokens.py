@@ -116,3 +116,37 @@ def _slice(out: Tensor, source: Features, index: Any) -> Tensor:
 
 def _follow(out: Tensor, source: Features, change: Any) -> Features:
     return Features.attach(out, source.token_layout, {layer: change(value) for layer, value in source.below.items()})
+
+
+def between(first: Tensor, second: Tensor, t: float | Tensor) -> Tensor:
+    """Return the point first + t (second - first) of the segment between features [B, N, D]; ``t`` a number or [B].
+
+    What they carry of layers below the probe moves along, so that a probe map gives the first images' output at t = 0
+    and the second's at t = 1, exactly. (``first + t * (second - first)`` would keep what the first carry.)
+    """
+    if first.shape != second.shape:
+        raise ShapeError(
+            f"first, second: expected features of one shape [B, N, D], got {list(first.shape)} and "
+            f"{list(second.shape)}."
+        )
+    point = _lerp(first, second, t)
+    carried = [features for features in (first, second) if isinstance(features, Features)]
+    if not carried:
+        return point
+    layouts, layers = ([getattr(part, name) for part in carried] for name in ("token_layout", "below"))
+    if layouts[0] != layouts[-1] or (len(carried) == 1 and layers[0]) or layers[0].keys() != layers[-1].keys():
+        raise ShapeError(
+            "first, second: expected features of one probe and one size of images, which carry the same layers below "
+            "the probe. Pass what probe.features(images) returned, or batch slices of it."
+        )
+    return Features.attach(
+        point, layouts[0], {layer: _lerp(part, layers[-1][layer], t) for layer, part in layers[0].items()}
+    )
+
+
+def _lerp(first: Tensor, second: Tensor, t: float | Tensor) -> Tensor:
+    """Interpolate linearly, exactly at both ends."""
+    start, end = first.as_subclass(Tensor), second.as_subclass(Tensor)
+    if isinstance(t, Tensor):
+        t = t.to(start).reshape(-1, *[1] * (start.ndim - 1))
+    return torch.lerp(start, end, t)

@@ -6,8 +6,9 @@ import torch
 import pullback as pb
 from helpers.families import images_for, model_of, random_normal
 from pullback.errors import ShapeError
+from pullback.operators import differentiable_attention
 from pullback.probes import Features
-from pullback.tokens import TokenLayout
+from pullback.tokens import TokenLayout, between
 
 
 @pytest.fixture
@@ -144,3 +145,42 @@ def test_a_gradient_reaches_the_features(probe, features):
     leaf = features.clone().requires_grad_()
     probe(leaf).sum().backward()
     assert leaf.is_leaf and leaf.grad.abs().max() > 0
+
+
+def test_the_ends_of_a_segment_give_the_outputs_of_the_two_images(probe, features):
+    other = probe.features(images_for("depth-v2", (2, 3), batch=3, seed=1))
+    assert torch.equal(probe(between(features, other, 0.0)), probe(features))
+    assert torch.equal(probe(between(features, other, 1.0)), probe(other))
+    middle = between(features, other, torch.tensor([0.0, 0.5, 1.0]))
+    torch.testing.assert_close(middle.below[1][1], (features.below[1][1] + other.below[1][1]) / 2)
+    torch.testing.assert_close(probe(middle)[[0, 2]], torch.stack([probe(features)[0], probe(other)[2]]))
+
+
+def test_the_output_along_a_segment_is_differentiable_in_its_parameter(probe, features):
+    other = probe.features(images_for("depth-v2", (2, 3), batch=3, seed=1))
+
+    def output(t: torch.Tensor) -> torch.Tensor:
+        return probe(between(features, other, t))
+
+    t, step = torch.tensor([0.2, 0.5, 0.9], dtype=torch.float64), 1e-6
+    with differentiable_attention():
+        slope = torch.func.jvp(output, (t,), (torch.ones_like(t),))[1]
+    torch.testing.assert_close(slope, (output(t + step) - output(t - step)) / (2 * step), rtol=1e-5, atol=1e-7)
+
+
+def test_plain_features_have_a_plain_point_between_them():
+    first, second = random_normal(2, 3, 4, 5)
+    point = between(first, second, torch.tensor([0.25, 1.0, 0.0]))
+    assert type(point) is torch.Tensor
+    torch.testing.assert_close(point[0], 0.75 * first[0] + 0.25 * second[0])
+    assert torch.equal(point[1], second[1]) and torch.equal(point[2], first[2])
+
+
+def test_a_segment_between_features_that_carry_different_things_is_refused(probe, features):
+    with pytest.raises(ShapeError, match=r"first, second: expected features of one shape \[B, N, D\], got \[3, 7, "):
+        between(features, features[:2], 0.5)
+    with pytest.raises(ShapeError, match=r"first, second: expected features of one probe .* carry the same layers"):
+        between(features, features.as_subclass(torch.Tensor), 0.5)
+    turned = probe.features(images_for("depth-v2", (3, 2), batch=3))
+    with pytest.raises(ShapeError, match=r"first, second: expected features of one probe and one size of images"):
+        between(features, turned, 0.5)

@@ -2,7 +2,7 @@
 
 from pullback.probes.loading import load_probe, multi_layer_probe
 from pullback.probes.probe import HOOKS, INPUTS, LATENTS, ProbeMap, probe_at
-from pullback.tokens import Features
+from pullback.tokens import Features, between
 
 __all__ = [
     "HOOKS",
@@ -10,6 +10,7 @@ __all__ = [
     "LATENTS",
     "Features",
     "ProbeMap",
+    "between",
     "load_probe",
     "multi_layer_probe",
     "probe_at",
