@@ -16,7 +16,7 @@ OPEN = {"errors", "checks", "tokens", "registry"}
 LINEAR_ALGEBRA = {"operators", "randnla"}
 PROBES = LINEAR_ALGEBRA | {"models", "data", "runs", "backbones", "decoders", "probes"}
 LEARNED = PROBES | {"geometry", "evaluation", "targets", "learning"}
-EVERYTHING = LEARNED | {"pruning", "vggt", "scenes", "report", "__init__"}
+EVERYTHING = LEARNED | {"pruning", "retrieval", "vggt", "scenes", "report", "__init__"}
 ALLOWED = {
     "errors": set(),
     "checks": set(),  # of arguments, for everybody
@@ -37,6 +37,7 @@ ALLOWED = {
     "targets": PROBES | {"geometry", "__init__"},
     "learning": LEARNED | {"__init__"},
     "pruning": LEARNED | {"__init__"},
+    "retrieval": LEARNED | {"__init__"},
     "vggt": LEARNED | {"pruning", "__init__"},
     "experiments": EVERYTHING,
     "cli": EVERYTHING | {"experiments"},
@@ -54,7 +55,7 @@ FORBIDDEN = {
     "data": {"transformers", "torchvision"},
     "evaluation": {"transformers", "torchvision"},
 }
-OPTIONAL = ("matplotlib", "ray", "gradio", "pyarrow", "datasets", "timm")
+OPTIONAL = ("matplotlib", "ray", "gradio", "pyarrow", "datasets", "timm", "faiss")
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 

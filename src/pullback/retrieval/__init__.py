@@ -1,0 +1,1 @@
+"""Search by what the task sees: galleries of images under a Distilled Riemannian Metric."""
