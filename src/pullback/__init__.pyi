@@ -12,6 +12,7 @@ from pullback.decoders import PatchGrid as PatchGrid
 from pullback.errors import PullbackError as PullbackError
 from pullback.evaluation import cosine_degradation as cosine_degradation
 from pullback.evaluation import depth_errors as depth_errors
+from pullback.evaluation import kendall as kendall
 from pullback.evaluation import neighbour_accuracy as neighbour_accuracy
 from pullback.evaluation import relative_l2 as relative_l2
 from pullback.evaluation import silog as silog

@@ -6,10 +6,10 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from scipy.stats import ConstantInputWarning, rankdata, spearmanr
+from scipy.stats import ConstantInputWarning, kendalltau, rankdata, spearmanr
 
 from pullback.errors import ShapeError
-from pullback.evaluation import spearman
+from pullback.evaluation import kendall, spearman
 from pullback.evaluation.ranking import ranks
 
 
@@ -79,7 +79,45 @@ def test_it_takes_every_dtype_and_memory_layout_without_a_warning(request):
         assert torch.equal(rho, expected)
 
 
+def tau_by_scipy(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    tau = [kendalltau(x.numpy(), y.numpy(), variant="b").statistic for x, y in zip(a, b, strict=True)]
+    return torch.tensor(np.array(tau), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("length", [2, 3, 32, 41])
+@pytest.mark.parametrize("levels", [None, 30, 3], ids=["no ties", "few ties", "many ties"])
+def test_kendalls_tau_is_that_of_scipy(levels, length):
+    a, b = rows(length=length, levels=levels), rows(length=length, levels=levels, seed=1)
+    for other in (b, a + b, -(a + b), a, -a):
+        torch.testing.assert_close(kendall(a, other), tau_by_scipy(a, other), equal_nan=True)
+
+
+def test_kendalls_tau_of_the_same_and_the_reversed_order_is_exactly_one():
+    a = rows(count=3, length=2000)
+    assert kendall(a, a.exp()).tolist() == [1.0] * 3 and kendall(a, -a).tolist() == [-1.0] * 3
+    swapped = a.argsort(dim=-1).argsort(dim=-1)
+    swapped[:, [0, 1]] = swapped[:, [1, 0]]
+    torch.testing.assert_close(kendall(a, swapped), tau_by_scipy(a, swapped), rtol=1e-12, atol=0)
+
+
+def test_kendalls_tau_needs_no_matrix_of_pairs():
+    a, b = rows(count=2, length=20_000), rows(count=2, length=20_000, seed=1)  # 3 GB each as a matrix
+    torch.testing.assert_close(kendall(a, a + b), tau_by_scipy(a, a + b), rtol=1e-12, atol=0)
+
+
+def test_kendalls_tau_of_rows_without_an_order_is_unknown():
+    a, b = rows(), rows(seed=1)
+    expected = kendall(a, b)
+    a[1, 5], b[3, 0], a[5], b[0] = torch.nan, torch.nan, 0.1, -7.0
+    tau = kendall(a, b)
+    assert tau.isnan().tolist() == [True, True, False, True, False, True]
+    assert torch.equal(tau[[2, 4]], expected[[2, 4]])
+    assert kendall(torch.zeros(2, 1), torch.zeros(2, 1)).isnan().all()
+    assert kendall(torch.zeros(2, 0), torch.zeros(2, 0)).isnan().all()
+
+
+@pytest.mark.parametrize("measure", [spearman, kendall])
 @pytest.mark.parametrize("other", [(6, 40), (1, 41), (41,)], ids=str)
-def test_scores_of_another_shape_are_refused(other):
+def test_scores_of_another_shape_are_refused(measure, other):
     with pytest.raises(ShapeError, match=r"a, b: expected one shape \[B, N\], got \[6, 41\] and \["):
-        spearman(rows(), torch.zeros(other))
+        measure(rows(), torch.zeros(other))

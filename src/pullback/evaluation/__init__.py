@@ -12,7 +12,7 @@ from pullback.evaluation.fidelity import (
     silog,
 )
 from pullback.evaluation.neighbours import Bank, neighbour_accuracy
-from pullback.evaluation.ranking import spearman
+from pullback.evaluation.ranking import kendall, spearman
 
 __all__ = [
     "Bank",
@@ -22,6 +22,7 @@ __all__ = [
     "cosine_degradation",
     "degradation",
     "depth_errors",
+    "kendall",
     "measure_of",
     "neighbour_accuracy",
     "relative_l2",
