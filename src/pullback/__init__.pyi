@@ -19,6 +19,7 @@ from pullback.evaluation import silog as silog
 from pullback.evaluation import spearman as spearman
 from pullback.evaluation.cost import flops as flops
 from pullback.evaluation.cost import milliseconds as milliseconds
+from pullback.evaluation.distances import output_distances as output_distances
 from pullback.evaluation.statistics import compare_paired as compare_paired
 from pullback.geometry import Tractability as Tractability
 from pullback.geometry import diagnose as diagnose
@@ -34,6 +35,7 @@ from pullback.geometry.spectrum import token_importance as token_importance
 from pullback.learning.bottleneck import compressed_probe as compressed_probe
 from pullback.learning.bottleneck import encoder_probe as encoder_probe
 from pullback.learning.bottleneck import latent_probe as latent_probe
+from pullback.learning.distilled_metric import DistilledMetric as DistilledMetric
 from pullback.learning.fit import FitConfig as FitConfig
 from pullback.learning.head import ImportanceHead as ImportanceHead
 from pullback.learning.power_spherical import HypersphericalUniform as HypersphericalUniform
@@ -41,6 +43,7 @@ from pullback.learning.power_spherical import PowerSpherical as PowerSpherical
 from pullback.learning.s2vae import S2VAE as S2VAE
 from pullback.learning.spn import SpectralPullbackNetwork as SpectralPullbackNetwork
 from pullback.learning.train_bottleneck import train_bottleneck as train_bottleneck
+from pullback.learning.train_drm import train_drm as train_drm
 from pullback.learning.train_head import train_head as train_head
 from pullback.learning.train_spn import train_spn as train_spn
 from pullback.operators import DenseOperator as DenseOperator
@@ -65,6 +68,8 @@ from pullback.registry import ScoreEntry as ScoreEntry
 from pullback.registry import register_backbone as register_backbone
 from pullback.registry import register_decoder as register_decoder
 from pullback.registry import register_score as register_score
+from pullback.retrieval.baselines import feature_distances as feature_distances
+from pullback.retrieval.baselines import line_energy as line_energy
 from pullback.scenes.render import SceneBatch as SceneBatch
 from pullback.scenes.render import render as render
 from pullback.scenes.splits import SceneRange as SceneRange
