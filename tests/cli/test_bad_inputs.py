@@ -40,6 +40,10 @@ BOTTLENECK = (
     "train bottleneck tiny-scenes --images {photos} --held-out {other} --out {new} --size 56 --device cpu --steps 2 "
     "--registers 2 --latent 4 --width 16 --heads 2 --blocks 1 --batch 2"
 )
+DRM = (
+    "train drm tiny-scenes --images {photos} --held-out {other} --out {new} --size 56 --device cpu --steps 2 --rank 2 "
+    "--distill-weight 0"
+)
 PRUNE = "prune tiny-scenes --images {photos} --out {new} --size 56 --device cpu --time none --scores norm --stages 4"
 UNBOUND = "plan tiny-scenes --images {photos} --heads 4=norm --size 56 --device cpu"
 PLAN = f"{UNBOUND} --flops 0.9"
@@ -146,6 +150,24 @@ spn, narrow sketch | {SPN} --sketch-width 1 | --sketch-width: expected rank <= w
 spn, pairs of one | {SPN} --supervision distances --batch 1 | --batch: distance matching compares pairs
 spn, unknown supervision | {SPN} --supervision love | Invalid value for '--supervision'
 spn, out of a training of another kind | {SPN} --out {trained} | --out: .*holds a training run with other settings
+drm without held-out | train drm tiny-scenes --images {photos} --out {new} | Missing option '--held-out'
+drm, images nowhere | {DRM} --images nowhere | --images='nowhere': no such file or folder
+drm, held-out nowhere | {DRM} --held-out nowhere | --held-out='nowhere': no such file or folder
+drm, judged by its images | {DRM} --held-out {photos} | --held-out: expected images that the network is not trained on
+drm, one image | {DRM} --limit 1 | --images: expected at least two, since pairs of them are compared, got 1
+drm, one judge | {DRM} --held-out {other}/other-0.png | --held-out: expected at least three images, .* got 1
+drm, all layers at once | {DRM} --decoder depth --layer hooks | probe: expected one at a layer
+drm, rank too high | {DRM} --rank 999 | --rank: expected at most the width of the features, 192, got 999
+drm, width no multiple | {DRM} --width 30 | --width, --heads: expected width / 4 to be a multiple of heads
+drm, unknown reference | {DRM} --reference miles | Invalid value for '--reference'
+drm, targets nowhere | {DRM} --targets nowhere | --targets: expected targets.json in nowhere
+drm, targets that are not used | {DRM} --targets {store} | --targets: given, but distill_weight is 0
+drm, targets without rows | {DRM} --targets {rowless} | --targets: .* holds no rows yet
+drm, targets of another layer | {DRM} --targets {store} --distill-weight 1 --layer 4 | probe: .* targets of another
+drm, size between patches | {DRM} --size 57 | --size: 57x57 pixels are not divisible by the patch size
+drm, a VGGT | {DRM:tiny-views} | expects a model of single images.*fit_drm
+drm, out of a training of another kind | {DRM} --out {trained} | --out: .*holds a training run with other settings
+drm, out of targets | {DRM} --out {store} | --out: .* holds targets
 bottleneck without held-out | train bottleneck tiny-scenes --images {photos} --out {new} | Missing option '--held-out'
 bottleneck, images nowhere | {BOTTLENECK} --images nowhere | --images='nowhere': no such file or folder
 bottleneck, held-out nowhere | {BOTTLENECK} --held-out nowhere | --held-out='nowhere': no such file or folder
@@ -237,7 +259,7 @@ plan, a budget that nothing meets | {PLAN} --flops 0.01 | budget: no plan was fo
 def table() -> Iterator[tuple[str, str, int, str]]:
     for line in ROWS.strip().splitlines():
         name, typed, message = (part.strip() for part in line.split(" | ", 2))
-        for command in ("DIAGNOSE", "LOOK", "TARGETS", "HEAD", "SPN", "BOTTLENECK", "PRUNE", "PLAN", "UNBOUND"):
+        for command in ("DIAGNOSE", "LOOK", "TARGETS", "HEAD", "SPN", "DRM", "BOTTLENECK", "PRUNE", "PLAN", "UNBOUND"):
             text = globals()[command]
             typed = re.sub(  # {TARGETS:x} has x in the place of the model
                 rf"^\{{{command}(?::(.*))?\}}(?=$| )",

@@ -1,4 +1,4 @@
-"""`pullback train head`, `spn` and `bottleneck`: what they write and say, how they go on, and how they fail."""
+"""`pullback train head`, `spn`, `drm` and `bottleneck`: what they write and say, how they go on, and how they fail."""
 
 import os
 import shutil
@@ -20,16 +20,20 @@ from helpers.pictures import SIZE, SMALL, write_pictures
 from pullback.cli.common import BAD_INPUT, INTERRUPTED
 from pullback.cli.train import train
 from pullback.learning import fit as fitting
+from pullback.learning.distilled_metric import DistilledMetric
 from pullback.learning.head import ImportanceHead
 from pullback.learning.s2vae import S2VAE, S2VAEConfig
 from pullback.learning.spn import SpectralPullbackNetwork
+from pullback.targets import compute as compute_module
 from pullback.targets.compute import compute_targets
+from pullback.targets.store import TargetStore
 
 pytest.importorskip("pyarrow", reason="pyarrow is not installed (the extra pullback[targets])")
 
 STEPS = ("--steps", 6, "--batch", 8, "--validate-every", 3, "--device", "cpu")
 HEAD = (*STEPS, "--width", 32, "--heads", 2)
 SPN = (*STEPS, "--width", 16, "--heads", 2, "--rank", 3, "--size", "28x42")
+DRM = (*STEPS, "--width", 16, "--heads", 2, "--rank", 3, "--size", 28)
 BOTTLENECK = (*STEPS, "--width", 16, "--heads", 2, "--blocks", 1, "--registers", 2, "--latent", 4, "--size", 28)
 
 
@@ -79,6 +83,11 @@ def spn(place: Path, out: Path, *options: object) -> Result:
     return run("spn", place / "model", *images, "--out", out, *SPN, *options)
 
 
+def drm(place: Path, out: Path, *options: object) -> Result:
+    images = ("--images", place / "photos", "--held-out", place / "others", "--decoder", "depth-2x2", "--layer", 1)
+    return run("drm", place / "dense", *images, "--out", out, *DRM, *options)
+
+
 def bottleneck(place: Path, out: Path, *options: object) -> Result:
     images = ("--images", place / "photos", "--held-out", place / "others", "--decoder", "depth-2x2")
     return run("bottleneck", place / "dense", *images, "--out", out, *BOTTLENECK, *options)
@@ -94,7 +103,12 @@ def same(one: torch.nn.Module, other: torch.nn.Module) -> bool:
 def test_they_are_commands_of_a_larger_program():
     app = typer.Typer()
     app.add_typer(train)
-    for command, option in (("head", "--rank-weight"), ("spn", "--supervision"), ("bottleneck", "--kl-weight")):
+    for command, option in (
+        ("head", "--rank-weight"),
+        ("spn", "--supervision"),
+        ("drm", "--reference"),
+        ("bottleneck", "--kl-weight"),
+    ):
         result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["train", command, "--help"])
         assert result.exit_code == 0 and option in result.output and "torchrun works" in result.output
 
@@ -162,6 +176,47 @@ def test_a_network_for_a_dense_decoder(place, tmp_path, layer):
     assert (written.config.dim, written.config.origin.layer) == ((24, 2) if layer == 2 else (96, None))
 
 
+def test_a_metric_is_written_with_its_scores_and_a_page_by_one_command(place, tmp_path, figures):
+    result = drm(place, tmp_path / "run")
+    assert result.exit_code == 0, result.output
+    written = DistilledMetric.from_pretrained(tmp_path / "run")
+    assert (written.config.rank, written.layer, written.config.reference) == (3, 1, "relative_l1")
+    use = f"to use it: pullback index add GALLERY IMAGES --drm {tmp_path / 'run'}\n"
+    for text in (f"rho: {written.config.scores['rho']:.4g}", "constant rho: ", "training images: 10", use):
+        assert text in result.output
+    assert len(TargetStore.open(tmp_path / "run" / "targets")) == 10
+    expected = ["checkpoint.pt", "index.html", "metrics.jsonl", "model", "targets", "training.png"]
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == expected
+
+
+def test_a_metric_may_have_its_targets_from_a_store_or_do_without(place, tmp_path):
+    probe = pb.load_probe(place / "dense", "depth-2x2", 1, device="cpu")
+    compute_targets(probe, place / "others", out=tmp_path / "store", rank=2, size=(28, 42))
+    result = drm(place, tmp_path / "one", "--targets", tmp_path / "store", "--precision", "bf16")
+    assert result.exit_code == 0, result.output
+    assert drm(place, tmp_path / "two", "--distill-weight", 0, "--reference", "relative_l2").exit_code == 0
+    assert not (tmp_path / "one" / "targets").exists() and not (tmp_path / "two" / "targets").exists()
+    assert DistilledMetric.from_pretrained(tmp_path / "two").config.reference == "relative_l2"
+
+
+def test_a_metric_is_interrupted_while_importance_is_computed(place, tmp_path, monkeypatch):
+    compute, calls = compute_module.targets_in_batches, []
+
+    def interrupted(*arguments, **options):
+        calls.append(1)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return compute(*arguments, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(compute_module, "targets_in_batches", interrupted)
+        stopped = drm(place, tmp_path / "run")
+    assert stopped.exit_code == INTERRUPTED
+    assert f"kept in {tmp_path / 'run'}/: 3 images with importance; the same command goes on" in stopped.output
+    assert drm(place, tmp_path / "run").exit_code == drm(place, tmp_path / "whole").exit_code == 0
+    assert same(*(DistilledMetric.from_pretrained(tmp_path / name) for name in ("run", "whole")))
+
+
 def test_a_bottleneck_is_written_with_its_scores_and_a_page(place, tmp_path, figures):
     result = bottleneck(place, tmp_path / "run")
     assert result.exit_code == 0, result.output
@@ -211,7 +266,7 @@ def test_heads_of_a_multi_layer_store(place, tmp_path):
 # ---- how they go on
 
 
-@pytest.mark.parametrize("command", [head, spn, bottleneck])
+@pytest.mark.parametrize("command", [head, spn, drm, bottleneck])
 def test_the_same_command_goes_on_where_it_was_interrupted(place, tmp_path, monkeypatch, command):
     advance, steps = fitting._Run.advance, []
 
@@ -229,7 +284,8 @@ def test_the_same_command_goes_on_where_it_was_interrupted(place, tmp_path, monk
     assert "interrupted" in stopped.output and kept in stopped.output
     resumed, whole = command(place, tmp_path / "run"), command(place, tmp_path / "whole")
     assert resumed.exit_code == whole.exit_code == 0
-    kind = {head: ImportanceHead, spn: SpectralPullbackNetwork, bottleneck: S2VAE}[command]
+    kinds = {head: ImportanceHead, spn: SpectralPullbackNetwork, drm: DistilledMetric, bottleneck: S2VAE}
+    kind = kinds[command]
     assert same(*(kind.from_pretrained(tmp_path / name / "model") for name in ("run", "whole")))
     logs = [(tmp_path / name / "metrics.jsonl").read_text() for name in ("run", "whole")]
     assert logs[0] == logs[1] and len(logs[0].splitlines()) == 2

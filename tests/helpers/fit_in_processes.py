@@ -5,8 +5,11 @@ from pathlib import Path
 
 import torch
 
-from helpers.toys import head_task, spn_task, tiny_head, tiny_spn
+from helpers.toys import DIM, TOKENS, head_task, normal, rule, spn_task, tiny_head, tiny_spn
+from pullback.learning.distilled_metric import DistilledMetric
 from pullback.learning.fit import FitConfig, fit
+from pullback.learning.train_drm import MetricExamples, MetricTask
+from pullback.learning.train_head import HeadExamples
 
 CONFIG = FitConfig(steps=8, batch=4, learning_rate=5e-3, warmup=2, validate_every=3, ema=0.5)
 
@@ -29,6 +32,17 @@ def spn_run(out: Path | None, first: bool = True, **options) -> torch.nn.Module:
     return spn
 
 
+def drm_run(out: Path | None, first: bool = True, **options) -> torch.nn.Module:
+    """Its network is called twice in a step, for distances and for the distillation."""
+    torch.manual_seed(0 if first else 7)
+    metric = DistilledMetric(DIM, 2, 16, 2)
+    features = normal(24, TOKENS, DIM, dtype=torch.float32)
+    examples = MetricExamples.of(features, features.mean(1))
+    task = MetricTask(examples, examples, "relative_l2", HeadExamples.kept(features, rule(features)))
+    fit(metric, task, CONFIG, out=out, **options)
+    return metric
+
+
 def main(folder: Path) -> None:
     torch.distributed.init_process_group("gloo")
     rank = torch.distributed.get_rank()
@@ -43,7 +57,9 @@ def main(folder: Path) -> None:
     except Stopped:
         head = head_run(own / "head", rank == 0)
     spn = spn_run(own / "spn", rank == 0)
-    torch.save({"head": head.state_dict(), "spn": spn.state_dict()}, folder / f"weights-{rank}.pt")
+    drm = drm_run(own / "drm", rank == 0)
+    states = {"head": head.state_dict(), "spn": spn.state_dict(), "drm": drm.state_dict()}
+    torch.save(states, folder / f"weights-{rank}.pt")
     torch.distributed.destroy_process_group()
 
 

@@ -55,6 +55,9 @@ def test_two_processes_give_the_weights_of_one_also_after_a_stop_and_process_0_a
         scores = [_scores(path / kind / "metrics.jsonl") for path in (folder, tmp_path / "process-0")]
         assert list(scores[1]) == [3, 6, 8]
         assert scores[0] == pytest.approx(scores[1], abs=1e-6)
+    drm, alone_drm = [part["drm"] for part in found], fit_in_processes.drm_run(None).state_dict()
+    assert all(torch.equal(drm[0][name], drm[1][name]) for name in alone_drm)
+    assert list(_scores(tmp_path / "process-0" / "drm" / "metrics.jsonl")) == [3, 6, 8]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["process-0", "weights-0.pt", "weights-1.pt"]
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 """Exit codes: the machine's fault (a full disk, a damaged file, too little memory), the command's, and Ctrl-C."""
 _OF_THE_COMMAND = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
-_KINDS = {"head": "train", "spn": "train", "bottleneck": "train"}
+_KINDS = dict.fromkeys(("head", "spn", "drm", "bottleneck"), "train")
 _OTHER_NAMES = {"path": "images", "source": "images", "folder": "out"}
 """What functions call the images, and the folder of a run. Where a command reads others too, it says so by
 `errors.naming`."""

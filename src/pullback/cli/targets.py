@@ -61,7 +61,7 @@ def targets(
         pixels, at = parse_size(size), one_layer(layer)
         progress.stage(f"listing {images}")
         source = open_source(images)
-        before = _rows(out)
+        before = stored_rows(out)
         progress.stage(f"loading {model}")
         place = "cpu" if engine == "ray" else device  # on a cluster the workers have the GPUs
         probe = load_any_probe(model, decoder, at, place, distance)
@@ -72,7 +72,7 @@ def targets(
                 progress, {name: (probe, expected)}, noise, rank, method, precision=precision, with_effective_rank=False
             )
         progress.work(name, expected, "images")
-        with keeping_rows(progress, lambda: _rows(out)):
+        with keeping_rows(progress, lambda: stored_rows(out)):
             store = compute_targets(
                 probe,
                 source,
@@ -93,7 +93,7 @@ def targets(
     _print_summary(store, before, time.perf_counter() - begun)
 
 
-def _rows(out: Path) -> int:
+def stored_rows(out: Path) -> int:
     """Count the rows that are in the store already; 0 where there is none, or none that can be opened."""
     from pullback.targets.store import TargetStore
 

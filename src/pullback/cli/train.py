@@ -1,5 +1,5 @@
-"""`pullback train head`, `spn` and `bottleneck`: small networks that predict the geometry from features alone, or make
-it low-dimensional."""
+"""`pullback train head`, `spn`, `drm` and `bottleneck`: small networks that predict the geometry from features alone,
+or make it low-dimensional."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from pullback.cli import options
-from pullback.cli.common import load_any_probe, one_layer, parse_size, refuse_scenes, running, say, say_page
+from pullback.cli.common import kept, load_any_probe, one_layer, parse_size, refuse_scenes, running, say, say_page
+from pullback.cli.targets import stored_rows
 from pullback.errors import FileError, PullbackError, naming
 from pullback.report.drawing import Drawing
 from pullback.report.progress import ProgressDisplay
-from pullback.runs.documents import CHECKPOINT
+from pullback.runs.documents import CHECKPOINT, OWN_TARGETS
 
 if TYPE_CHECKING:
     from pullback.learning.fit import FitConfig
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
 
 train = typer.Typer(
     name="train",
-    help="Learn the geometry: an importance head, the whole metric, or a bottleneck that bounds its rank.",
+    help="Learn the geometry: an importance head, the whole metric, distances of images, or a bottleneck that bounds "
+    "its rank.",
     no_args_is_help=True,
 )
 
@@ -46,6 +48,7 @@ TensorBoard = Annotated[bool, typer.Option("--tensorboard", help="Write TensorBo
 
 
 _OF_SCENES = "pb.targets_of(probe, probe.features(scenes)) and a loop of your own over them"
+_DRM_OF_SCENES = "pullback.learning.train_drm.fit_drm with features and outputs of scenes"
 _BOTTLENECK_OF_SCENES = "pullback.learning.train_bottleneck.fit_bottleneck with features of scenes"
 
 
@@ -183,6 +186,82 @@ def spn(
 
 
 @train.command()
+def drm(
+    model: options.Model,
+    images: options.Source,
+    held_out: Annotated[str, typer.Option(help="Images for validation, of which the first 500 count.")],
+    out: Out,
+    decoder: options.Decoder = "cls",
+    layer: options.Layer = None,
+    rank: Annotated[int, typer.Option(min=1, help="k, the numbers that an image is compared by.")] = 32,
+    reference: Annotated[
+        Literal["relative_l1", "relative_l2"] | None,
+        typer.Option(help="The distance of outputs that is learned.", show_default="relative_l1 for depth, else _l2"),
+    ] = None,
+    distill_weight: Annotated[
+        float, typer.Option(min=0.0, help="Of the importance, to which weights of tokens are distilled; 0: without it.")
+    ] = 0.1,
+    targets: Annotated[
+        Path | None,
+        typer.Option(help="A store of `pullback targets` with that importance.", show_default="computed first"),
+    ] = None,
+    target_images: Annotated[
+        int, typer.Option(min=1, help="Compute the importance of so many of the images, where no store is given.")
+    ] = 200,
+    target: Annotated[Literal["importance", "block-norm"], typer.Option(help="What is distilled.")] = "importance",
+    width: Annotated[int, typer.Option(min=1, help="Of the head that weighs tokens.")] = 256,
+    heads: Annotated[int, typer.Option(min=1, help="Attention heads.")] = 4,
+    rounds: Annotated[int, typer.Option(min=1, help="Of attention and MLP in the head.")] = 1,
+    size: options.Size = None,
+    limit: options.Limit = None,
+    steps: Steps = 1500,
+    batch: Annotated[int, typer.Option(min=2, help="Images per step, all pairs of which are compared.")] = 32,
+    learning_rate: Rate = 1e-3,
+    validate_every: ValidateEvery = 100,
+    patience: Patience = None,
+    precision: Arithmetic = "float32",
+    tensorboard: TensorBoard = False,
+    seed: options.Seed = 0,
+    device: options.Device = "auto",
+) -> None:
+    """Train a Distilled Riemannian Metric, which compares images as the decoder would. The same command goes on;
+    torchrun works."""
+    with _run(out, device, drm) as (progress, place):
+        refuse_scenes(model, "train drm", _DRM_OF_SCENES)
+        from pullback.data.sources import open_source
+        from pullback.learning.train_drm import drm_config, train_drm
+
+        config = drm_config(**_given(locals()))
+        pixels, pictures = parse_size(size), open_source(images)
+        with naming("held_out"):
+            judge = open_source(held_out)
+        with naming("targets"):
+            store = None if targets is None else _store(targets)
+        progress.stage(f"loading {model}")
+        fitted = train_drm(
+            load_any_probe(model, decoder, one_layer(layer), place),
+            pictures,
+            judge,
+            store,
+            target_images=target_images,
+            rank=rank,
+            width=width,
+            heads=heads,
+            rounds=rounds,
+            reference=reference,
+            distill_weight=distill_weight,
+            target=target,
+            size=pixels,
+            limit=limit,
+            config=config,
+            out=out,
+            tensorboard=tensorboard,
+            progress=progress,
+        )
+        _finish(fitted, out, f"to use it: pullback index add GALLERY IMAGES --drm {out}")
+
+
+@train.command()
 def bottleneck(
     model: options.Model,
     images: options.Source,
@@ -289,6 +368,9 @@ def _run(out: Path, device: str, command: Callable[..., None]) -> Iterator[tuple
             damaged = isinstance(error, FileError) and "cannot be read" in str(error)
             if (out / CHECKPOINT).is_file() and not damaged:
                 progress.done.append("the last checkpoint; the same command goes on from there")
+                progress.current = None
+            elif rows := stored_rows(out / OWN_TARGETS):
+                progress.done.append(kept(error, rows, "image", " with importance"))
                 progress.current = None
             raise
 

@@ -71,6 +71,12 @@ class MetricItems:
         columns = ((part.projected, part.weights, part.aggregates) for part in parts)
         return cls(*(torch.cat(column) for column in zip(*columns, strict=True)))
 
+    def full(self) -> MetricItems:
+        """Return them in float32, with the aggregates of exactly these: what was computed in bfloat16 has lost the
+        digits in which aggregates of near images differ."""
+        weights, projected = self.weights.float(), self.projected.float()
+        return MetricItems(projected, weights, _aggregates(weights, projected))
+
     def half(self) -> MetricItems:
         """Return what is stored: projections and weights in float16, and the float32 aggregates of exactly these, so
         that an image is at distance 0 from its stored self up to the rounding of sums."""

@@ -6,10 +6,11 @@ the task that both hand to the training loop (`MetricTask`), whose loss has the 
     L = L_reg(d(F_1, F_2), d_task) + lambda_d L_distill
 
     L_reg      mean over all pairs of a batch of (d - d_task)^2, over the variance of d_task
-    L_distill  `eq:conformal_loss` between the scores h and imp*, on images whose targets were computed
+    L_distill  `eq:conformal_loss` between the scores h and imp*, on images of which imp* is known
 
 and what is measured on held-out images (`metric_scores`). A batch of B images gives B (B - 1) / 2 pairs: features are
-what costs, and each is used B - 1 times. Under torchrun pairs are made within each process's share of the batch.
+what costs, and each is used B - 1 times. Under torchrun pairs are made within each process's share of the batch. imp*
+comes from a store of `compute_targets`, or is computed of the first training images before the training begins.
 """
 
 from __future__ import annotations
@@ -27,14 +28,17 @@ from torch import Tensor
 from pullback.checks import finite_number, of_kind, whole_number
 from pullback.data.images import ImageSource, PixelFormat
 from pullback.data.sources import Source, open_source
-from pullback.errors import ModelError, PullbackError, ShapeError, naming
+from pullback.errors import ImageError, ModelError, PullbackError, ShapeError, counted, naming
 from pullback.evaluation.distances import RELATIVE, default_reference, output_distances
 from pullback.evaluation.ranking import spearman
 from pullback.evaluation.statistics import mean_and_error
+from pullback.geometry.duration import announce
+from pullback.geometry.spectrum import output_size
 from pullback.learning.distilled_metric import DistilledMetric, MetricConfig, MetricItems, pairwise_distances
 from pullback.learning.fit import FitConfig, Losses, Network, Share, check_going_on, fit
 from pullback.learning.losses import conformal_loss
 from pullback.learning.train_head import (
+    TARGETS,
     HeadExamples,
     ImageRow,
     Reader,
@@ -49,9 +53,12 @@ from pullback.learning.train_head import (
     recorded,
 )
 from pullback.probes import ProbeMap
+from pullback.runs.documents import OWN_TARGETS, layer_name
+from pullback.runs.documents import TARGETS as STORE
 from pullback.runs.progress import Progress
 from pullback.runs.provenance import weights_hash
-from pullback.targets.store import TargetStore, part_name, probe_choices
+from pullback.targets.compute import compute_table, compute_targets
+from pullback.targets.store import TargetStore, load_arrow, part_name, probe_choices
 
 TRAINING_CELLS = 64
 """Outputs that are maps are averaged down to so many rows and columns before their distances are learned."""
@@ -59,6 +66,7 @@ _START_IMAGES = 256
 _JUDGES = 500
 """Held-out images of which all pairs are compared at each validation."""
 _BATCH = 64
+_RANK = 20
 
 
 @dataclass(frozen=True)
@@ -75,6 +83,8 @@ class MetricOptions:
 
     def __post_init__(self) -> None:
         finite_number("distill_weight", self.distill_weight, least=0, expected="a number that is not negative")
+        if self.target not in TARGETS:
+            raise PullbackError(f"target: expected one of {', '.join(TARGETS)}, got {self.target!r}.")
         if self.reference is not None and self.reference not in RELATIVE:
             raise PullbackError(
                 f"reference: expected one of {', '.join(RELATIVE)}, or None for the decoder's own, got "
@@ -112,7 +122,8 @@ def train_drm(
     held_out: ImageSource | Source,
     targets: TargetStore | None = None,
     *,
-    target_images: ImageSource | Source | None = None,
+    target_images: int = 200,
+    target_source: ImageSource | Source | None = None,
     rank: int = 32,
     width: int = 256,
     heads: int = 4,
@@ -131,8 +142,10 @@ def train_drm(
     """Train a metric on pairs of these images, whose distances the probe's own decoder gives.
 
     ``targets``: a store of `compute_targets` of the same probe, to whose importance the weights h are distilled; its
-    images need not be all of ``images``, and ``target_images`` says where they are now. Without it ``distill_weight``
-    must be 0.
+    images need not be among ``images``, and ``target_source`` says where they are now, if not where the store says.
+    Without a store the importance of the first ``target_images`` training images is computed here, in ``out``/targets
+    where there is an ``out``; that takes longer than the training, and nothing with ``distill_weight=0``.
+    ``held_out``: at least three other images, of which the first 500 count: all pairs of them are compared.
     ``reference``: how outputs are compared, "relative_l1" (the default for depth) or "relative_l2"; a task distance of
     the probe is part of the output.
     ``out``: folder of metrics.jsonl and of the checkpoint that a second call goes on from; ``seconds``: stop after
@@ -145,7 +158,11 @@ def train_drm(
     of_kind("config", config, (FitConfig, type(None)), "a FitConfig, or None")
     options = MetricOptions(rank, width, heads, rounds, reference, distill_weight, target)
     config, progress = config or drm_config(), progress or Progress()
-    stored = _stored(probe, targets, target_images, options)
+    _check_batch(config)
+    stored = _stored(probe, targets, target_source, options)
+    own = options.distill_weight > 0 and stored is None
+    if own:
+        _check_own(target_images, out)
     probe.backbone.check_size(size)
     wanted = probe.pixel_format(size)
     with naming("held_out"):
@@ -154,12 +171,14 @@ def train_drm(
     rows = readable_rows(images, wanted, limit)
     if len(rows) < 2:
         raise PullbackError(f"images: expected at least two, since pairs of them are compared, got {len(rows)}.")
-    settings = {
+    settings: dict[str, Any] = {
         "size": list(wanted.size),
         "images": hash_of([row.sha256 for row in rows]),
         "held_out": hash_of([item.key for item in judges]),
         "targets": None if stored is None or targets is None else fingerprint(stored.table, targets.config),
     }
+    if own:
+        settings["targets"] = f"of the first {min(target_images, len(rows))} images"
     folder = None if out is None else Path(out)
     with torch.device("meta"):
         network = DistilledMetric.from_config(options.network(probe.backbone.dim, probe.decoder.name))
@@ -171,14 +190,19 @@ def train_drm(
     shared = check_held_out({str(row.sha256): row.item.key for row in others}, [row.sha256 for row in rows])
     train = _examples(probe, rows, wanted, "computing features", progress, cells=TRAINING_CELLS)
     judge = _examples(probe, others, wanted, "computing held-out features", progress)
+    importance = None
     if stored is not None:
         progress.work("computing features of the targets", len(stored), "images")
-        stored = stored.kept(progress.advance)
+        importance = stored.kept(progress.advance).examples(options.target)
+    elif own:
+        importance = _own_importance(
+            probe, images, rows[:target_images], train, options.target, wanted, folder, progress
+        )
     metric = fit_drm(
         probe,
         train,
         judge,
-        None if stored is None else stored.examples(options.target),
+        importance,
         options,
         config=config,
         out=folder,
@@ -218,8 +242,12 @@ def fit_drm(
     tells where all these come from; a run in ``out`` goes on only where it is the same.
     """
     options, config = options or MetricOptions(), config or drm_config()
+    _check_batch(config)
     if importance is None and options.distill_weight:
-        raise _no_targets()
+        raise PullbackError(
+            "importance: expected features with their importance, to which the weights are distilled, got None. Pass "
+            "it, or set distill_weight to 0 to train on distances alone."
+        )
     some = train.features(torch.arange(min(_START_IMAGES, len(train))))
     network = options.network(some.shape[-1], probe.decoder.name)
     folder, known = None if out is None else Path(out), _settings(probe, options, settings or {})
@@ -278,8 +306,8 @@ class MetricTask:
     def loss(self, network: Network, step: int, share: Share, generator: torch.Generator) -> Losses:
         rows = share.of(torch.randperm(len(self.train), generator=generator)[: share.batch])
         wanted = _pairs(self._distances_of(rows))
-        items = network(self.train.features(rows))
-        found = _pairs(_in_full(pairwise_distances, items))
+        items = network(self.train.features(rows)).full()
+        found = _pairs(pairwise_distances(items, items))
         spread = wanted.var(correction=0) if len(wanted) > 1 else wanted.square().mean()
         regression = (found - wanted).square().mean() / spread.clamp_min(torch.finfo(torch.float32).tiny)
         if self.importance is None or not self.distill_weight:
@@ -288,7 +316,7 @@ class MetricTask:
         target = self.importance.target[chosen.to(self.importance.target.device)]
         weights = network(self.importance.features(chosen)).weights.float()
         distilled = conformal_loss(weights, target.to(weights.device), generator=generator)
-        numbers = {"regression": regression.item(), "distillation": distilled.item()}
+        numbers = {"regression_loss": regression.item(), "distillation_loss": distilled.item()}
         return regression + self.distill_weight * distilled, numbers
 
     def _distances_of(self, rows: Tensor) -> Tensor:
@@ -318,8 +346,7 @@ def items_of(network: Callable[[Tensor], MetricItems], examples: MetricExamples)
     """Return what distances need of all images of a set, in float32."""
     with torch.no_grad():
         parts = [network(examples.features(rows)) for rows in torch.arange(len(examples)).split(_BATCH)]
-    joined = MetricItems.join(parts)
-    return MetricItems(joined.projected.float(), joined.weights.float(), joined.aggregates.float())
+    return MetricItems.join(parts).full()
 
 
 def metric_scores(predicted: Tensor, reference: Tensor) -> dict[str, float]:
@@ -354,35 +381,79 @@ def _without_self(distances: Tensor) -> Tensor:
     return distances.flatten()[1:].view(count - 1, count + 1)[:, :-1].reshape(count, count - 1)
 
 
-def _in_full(compare: Callable[[MetricItems, MetricItems], Tensor], items: MetricItems) -> Tensor:
-    """Compare items with themselves in float32, also where the network ran in bfloat16: differences lose digits."""
-    plain = MetricItems(items.projected.float(), items.weights.float(), items.aggregates.float())
-    return compare(plain, plain)
-
-
 def _stored(
     probe: ProbeMap, targets: TargetStore | None, images: ImageSource | Source | None, options: MetricOptions
 ) -> StoredRows | None:
     """Return the rows of the store, or raise an error where it does not fit the probe; None where there is none."""
     if targets is None:
-        if options.distill_weight:
-            raise _no_targets()
         return None
     check_stores(probe, [targets])
     if not len(targets):
         raise PullbackError(f"targets: {targets.folder} holds no rows yet. Run `pullback targets` to the end first.")
     if not options.distill_weight:
         raise PullbackError("targets: given, but distill_weight is 0, so that they would not be used. Leave one out.")
-    rows = StoredRows.of(probe, targets, images, keep_features=False)
-    rows.examples(options.target)  # which refuses unknown targets
-    return rows
+    return StoredRows.of(probe, targets, images, keep_features=False)
 
 
-def _no_targets() -> PullbackError:
-    return PullbackError(
-        "targets: expected a store of targets, to whose importance the weights are distilled, got none. Compute one "
-        "with `pullback targets`, or set distill_weight to 0 to train on distances alone."
-    )
+def _check_own(count: int, out: str | Path | None) -> None:
+    """Raise the errors of `_own_importance` before anything is read."""
+    whole_number("target_images", count, expected="a positive number of images, or distill_weight=0 for none of them")
+    if out is not None:
+        load_arrow()
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        raise PullbackError(
+            "targets: expected a store where several processes train, since each of them would compute the importance "
+            "again. Run `pullback targets` first, or set distill_weight to 0."
+        )
+
+
+def _own_importance(
+    probe: ProbeMap,
+    images: ImageSource | Source,
+    rows: list[ImageRow],
+    train: MetricExamples,
+    target: str,
+    wanted: PixelFormat,
+    out: Path | None,
+    progress: Progress,
+) -> HeadExamples:
+    """Compute the importance of the first training images: into a store in the folder of the run, which goes on where
+    it was stopped, or in memory."""
+    blank = torch.zeros(1, 3, *wanted.size)
+    rank, what = min(_RANK, output_size(probe, probe.features(blank, normalized=True))), "computing importance"
+    source = Source(open_source(images).name, lambda: iter([row.item for row in rows]), len(rows))
+    folder = None if out is None else out / OWN_TARGETS
+    if folder is None:
+        progress.work(what, len(rows), "images")
+        table = compute_table(probe, source, rank=rank, size=wanted.size, on_progress=progress.advance)[0]
+    else:
+        there = TargetStore.open(folder).rows_done() if (folder / STORE).is_file() else set()
+        left = sum((row.item.key, 0) not in there for row in rows)
+        if left:
+            announce(progress, {layer_name(probe.layer): (probe, left)}, blank, rank, with_effective_rank=False)
+        progress.work(what, len(rows), "images", len(rows) - left)
+        store = compute_targets(probe, source, out=folder, rank=rank, size=wanted.size, on_progress=progress.advance)
+        table = store.read(modes=False)
+    place = {row: number for number, row in enumerate(zip(table.keys, table.image_sha256, strict=True))}
+    changed = [row.item.key for row in rows if (row.item.key, row.sha256) not in place]
+    if changed:
+        raise ImageError(
+            f"images: {counted(len(changed), 'image')}, such as {changed[0]!r}, changed since the importance was "
+            f"computed.{'' if folder is None else f' Delete {folder}, or train in another folder.'}"
+        )
+    found = [place[row.item.key, str(row.sha256)] for row in rows]
+    values = table.importance if target == "importance" else table.block_norm
+    prefix = probe.backbone.token_layout(torch.empty(0, 3, *wanted.size)).prefix
+    return HeadExamples(train.features, values[torch.tensor(found)], prefix)
+
+
+def _check_batch(config: FitConfig) -> None:
+    """Refuse a batch of single images."""
+    several = torch.distributed.is_available() and torch.distributed.is_initialized()
+    world = torch.distributed.get_world_size() if several else 1
+    if config.batch < 2 * world:
+        each = " a process" if several else ""
+        raise PullbackError(f"batch: pairs of images are compared, expected at least 2{each}, got {config.batch}.")
 
 
 def _settings(probe: ProbeMap, options: MetricOptions, more: Mapping[str, Any]) -> dict[str, Any]:

@@ -124,6 +124,8 @@ TARGETS = "targets.json"
 PRUNED, PLAN = "pruned.json", "plan.json"
 PLAN_FIGURE = "plan.png"
 METRICS, CHECKPOINT = "metrics.jsonl", "checkpoint.pt"
+OWN_TARGETS = "targets"
+"""The folder, in that of a training run, of the targets that it computed itself."""
 TRAINING_FIGURE = "training.png"
 
 
