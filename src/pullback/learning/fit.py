@@ -409,8 +409,7 @@ def _parallel(network: nn.Module, batch: int) -> tuple[Share, nn.Module]:
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     if batch % world:
         raise PullbackError(f"batch: expected a multiple of the {world} processes, got {batch}.")
-    # buffers stay those of the start: sent again in a second pass of the same step, they would change under its graph
-    return Share(batch, rank, world), nn.parallel.DistributedDataParallel(network, broadcast_buffers=False)
+    return Share(batch, rank, world), nn.parallel.DistributedDataParallel(network)
 
 
 class Log:
