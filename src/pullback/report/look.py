@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
 
 from pullback.report.heat import colours, lay_over, limits, split_energy
 from pullback.report.html import colour_bar, jpeg_uri, write_html
+from pullback.report.tiles import FAINT, INK, PAPER, fitted, font, png
 from pullback.report.wording import outside_patches
 from pullback.runs import documents as files
 from pullback.runs.files import read_json, write_bytes
@@ -20,7 +19,6 @@ _SIDE, _GAP = 288, 14  # pixels, the width of a picture and the space around it
 _TITLE, _NOTE = 19, 15  # pixels, the heights of letters
 _HEAD = _TITLE + _NOTE + 22
 _BAR = 124  # the width of the colour bar with its labels
-_INK, _FAINT, _PAPER = (31, 35, 40), (89, 99, 110), (255, 255, 255)
 
 
 def draw_look(folder: Path) -> list[str]:
@@ -36,7 +34,7 @@ def draw_look(folder: Path) -> list[str]:
         maps = [lay_over(picture, own[place], scale) for own in relative]
         notes = [outside_patches(prefix, part[place]) for part in outside]
         whole = side_by_side([Image.fromarray(picture), *maps], ["what the model saw", *titles], ["", *notes], scale)
-        write_bytes(folder / name, _png(whole))
+        write_bytes(folder / name, png(whole))
         shown = [
             {"title": title, "note": note, "picture": jpeg_uri(each), "number": number}
             for number, (title, note, each) in enumerate(zip(titles, notes, maps, strict=True))
@@ -70,37 +68,17 @@ def side_by_side(
 ) -> Image.Image:
     """Put pictures of one size side by side, with titles and notes above them and a bar of the colours at the right."""
     tall = round(_SIDE * pictures[0].height / pictures[0].width)
-    whole = Image.new("RGB", (len(pictures) * (_SIDE + _GAP) + _GAP + _BAR, _HEAD + tall + _GAP), _PAPER)
+    whole = Image.new("RGB", (len(pictures) * (_SIDE + _GAP) + _GAP + _BAR, _HEAD + tall + _GAP), PAPER)
     draw = ImageDraw.Draw(whole)
     for place, (picture, title, note) in enumerate(zip(pictures, titles, notes, strict=True)):
         x = _GAP + place * (_SIDE + _GAP)
         whole.paste(picture.resize((_SIDE, tall), Image.Resampling.LANCZOS), (x, _HEAD))
-        draw.text((x, 8), _fitted(title, _TITLE), _INK, _font(_TITLE))
-        draw.text((x, 14 + _TITLE), _fitted(note, _NOTE), _FAINT, _font(_NOTE))
+        draw.text((x, 8), fitted(title, _TITLE, _SIDE), INK, font(_TITLE))
+        draw.text((x, 14 + _TITLE), fitted(note, _NOTE, _SIDE), FAINT, font(_NOTE))
     x = _GAP + len(pictures) * (_SIDE + _GAP)
     bar = colours(np.linspace(1, 0, tall)[:, None].repeat(16, 1))
     whole.paste(Image.fromarray(bar), (x, _HEAD))
     low, high = scale
     for value, y in ((high, _HEAD), (low, _HEAD + tall - _NOTE - 4)):
-        draw.text((x + 22, y), f"{value:.2g}x mean", _FAINT, _font(_NOTE - 2))
+        draw.text((x + 22, y), f"{value:.2g}x mean", FAINT, font(_NOTE - 2))
     return whole
-
-
-def _font(size: int) -> Any:
-    return ImageFont.load_default(size=size)
-
-
-def _fitted(text: str, size: int) -> str:
-    """Shorten a text to the width of a picture."""
-    font = _font(size)
-    if font.getlength(text) <= _SIDE:
-        return text
-    while text and font.getlength(f"{text}...") > _SIDE:
-        text = text[:-1]
-    return f"{text}..."
-
-
-def _png(picture: Image.Image) -> bytes:
-    buffer = io.BytesIO()
-    picture.save(buffer, "PNG", optimize=True)
-    return buffer.getvalue()

@@ -87,6 +87,15 @@ def read_look(folder: Path) -> dict[str, np.ndarray]:
     return read_arrays(folder / LOOK_ARRAYS)
 
 
+GALLERY = "gallery.json"
+MATCHES, MATCHES_ARRAYS, MATCHES_FIGURE = "matches.json", "matches.npz", "matches.png"
+
+
+def read_matches(folder: Path) -> dict[str, np.ndarray]:
+    """`pictures` uint8 [1 + k, H, W, 3]: the query, then what was found; grey where its file is gone or has changed."""
+    return read_arrays(folder / MATCHES_ARRAYS)
+
+
 SETTINGS = "settings.json"
 ROWS = "rows.jsonl"
 COST = "cost.json"

@@ -27,6 +27,8 @@ KINDS = {
     "plan": _Kind("a pruned model", (documents.PRUNED,)),
     "demo": _Kind("a demo", (f"scenes/{documents.SCENES}", documents.SCENES)),
     "look": _Kind("pictures", (documents.LOOK,)),
+    "index": _Kind("a gallery", (documents.GALLERY,)),
+    "search": _Kind("what a search has found", (documents.MATCHES,)),
     "model": _Kind("the weights of a model", (WEIGHTS,)),
 }
 """What a folder may hold, by the command that writes it there."""
