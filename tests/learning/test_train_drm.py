@@ -31,6 +31,7 @@ from pullback.learning.train_drm import (
     items_of,
     metric_scores,
     train_drm,
+    varied_features,
 )
 from pullback.learning.train_head import HeadExamples
 from pullback.probes import ProbeMap
@@ -298,6 +299,7 @@ def test_a_run_may_be_given_a_time_and_goes_on_from_there(photos, whole, tmp_pat
         {"target": "block-norm"},
         {"target_images": 5},
         {"size": 42},
+        {"crops": 1},
         {"limit": 7},
         {"config": replace(SHORT, seed=1)},
     ],
@@ -345,6 +347,29 @@ def test_importance_that_was_stopped_goes_on(photos, whole, tmp_path, monkeypatc
         trained(photos, out=tmp_path)
     assert len(pb.TargetStore.open(tmp_path / "targets")) == 3
     assert same(trained(photos, out=tmp_path), whole) and len(calls) == 4 + 5
+
+
+def test_crops_are_more_images_to_train_on_the_same_for_the_same_seed(photos, whole, tmp_path):
+    first, second = (trained(photos, crops=2, out=tmp_path / name) for name in "ab")
+    assert same(first, second) and not same(first, whole)
+    assert first.config.scores["training_images"] == 3 * whole.config.scores["training_images"]
+
+
+def test_crops_of_images_come_after_the_images_and_show_a_part_of_them():
+    probe = probe_of()
+    flat = torch.full((3, 3, 32, 32), 90, dtype=torch.uint8)  # of a picture of one colour every crop is that colour
+    first, second = varied_features(probe, flat, 28, 2, seed=0)
+    assert first.shape == (3, 5, probe.backbone.dim) and torch.allclose(first, second, atol=1e-4)
+    drawn = torch.randint(256, (1, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    one, other = varied_features(probe, drawn, 28, 2, seed=0)
+    assert not torch.allclose(one, other, atol=1e-2)
+
+
+def test_crops_of_pictures_that_are_no_squares_are_refused(photos):
+    with pytest.raises(PullbackError, match=r"size: expected a square, of which crops are taken, got 28x42"):
+        trained(photos, crops=1, size=(28, 42))
+    with pytest.raises(PullbackError, match="crops: expected a whole number of at least 0, got -1"):
+        trained(photos, crops=-1)
 
 
 def test_without_distillation_no_importance_is_computed(photos, tmp_path, monkeypatch):

@@ -200,7 +200,7 @@ def drm(
     ] = None,
     distill_weight: Annotated[
         float, typer.Option(min=0.0, help="Of the importance, to which weights of tokens are distilled; 0: without it.")
-    ] = 0.1,
+    ] = 0.01,
     targets: Annotated[
         Path | None,
         typer.Option(help="A store of `pullback targets` with that importance.", show_default="computed first"),
@@ -209,6 +209,9 @@ def drm(
         int, typer.Option(min=1, help="Compute the importance of so many of the images, where no store is given.")
     ] = 200,
     target: Annotated[Literal["importance", "block-norm"], typer.Option(help="What is distilled.")] = "importance",
+    crops: Annotated[
+        int, typer.Option(min=0, help="Random crops of each image to train on too; with 16 take 5000 steps of 64.")
+    ] = 0,
     width: Annotated[int, typer.Option(min=1, help="Of the head that weighs tokens.")] = 256,
     heads: Annotated[int, typer.Option(min=1, help="Attention heads.")] = 4,
     rounds: Annotated[int, typer.Option(min=1, help="Of attention and MLP in the head.")] = 1,
@@ -251,6 +254,7 @@ def drm(
             reference=reference,
             distill_weight=distill_weight,
             target=target,
+            crops=crops,
             size=pixels,
             limit=limit,
             config=config,

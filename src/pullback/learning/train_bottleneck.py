@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from pullback.checks import finite_number, of_kind, shown, whole_number
-from pullback.data.crops import CROPS, Variation, varied
-from pullback.data.images import ImageSource, PixelFormat, normalised
+from pullback.data.crops import CROPS, Variation
+from pullback.data.images import ImageSource, PixelFormat
 from pullback.data.sources import Source, open_source
 from pullback.decoders import check_distance
 from pullback.errors import PullbackError, counted, naming
@@ -43,8 +43,10 @@ from pullback.learning.train_head import (
     hash_of,
     kept,
     origin_of,
+    pictures_to_vary,
     readable_rows,
     recorded,
+    varied_pixels,
 )
 from pullback.probes import ProbeMap
 from pullback.probes.probe import INPUTS
@@ -54,8 +56,6 @@ from pullback.runs.provenance import weights_hash
 from pullback.targets.store import part_name, probe_choices
 from pullback.tokens import Features
 
-MARGIN = 8 / 7
-"""Pictures that are varied are held so much larger than the crops of them: 256 pixels for crops of 224."""
 _READ_AT_ONCE = 64
 _START_SAMPLES, _START_NUMBERS = 256, 1 << 27
 """From how many samples a network starts, if their features have no more numbers than these together (1 GB of them)."""
@@ -183,7 +183,9 @@ def train_bottleneck(
     if variation is None:
         train = drawn_rows(_held(probe, rows, wanted, "computing features", progress))
     else:
-        train = VariedPictures(probe, _pictures(rows, wanted, progress).to(probe.device), wanted.size[0], variation)
+        train = VariedPictures(
+            probe, pictures_to_vary(rows, wanted, progress).to(probe.device), wanted.size[0], variation
+        )
     judge = _held(probe, others, wanted, "computing held-out features", progress)
     vae = fit_bottleneck(
         probe,
@@ -353,10 +355,8 @@ class VariedPictures:
     @torch.no_grad()
     def __call__(self, step: int, share: Share, generator: torch.Generator) -> Tensor:
         rows = torch.randint(len(self.pictures), (share.batch,), generator=generator)
-        chosen = self.pictures[rows.to(self.pictures.device)].to(self.probe.device)
-        own = varied(chosen.float() / 255, self.size, self.variation, generator)[share.rank :: share.world]
-        wanted = self.probe.backbone.preprocessing
-        pixels = normalised(own, wanted.mean, wanted.std).to(self.probe.backbone.dtype)
+        chosen = self.pictures[rows.to(self.pictures.device)]
+        pixels = varied_pixels(self.probe, chosen, self.size, self.variation, generator)[share.rank :: share.world]
         return self.probe.features(pixels, normalized=True)
 
 
@@ -554,14 +554,3 @@ def _held(probe: ProbeMap, rows: Sequence[ImageRow], wanted: PixelFormat, what: 
     layout = probe.backbone.token_layout(torch.empty(0, 3, *wanted.size))
     reader = kept(feature_reader(probe, rows, wanted), len(rows), on_progress=progress.advance)
     return FeatureSet(lambda numbers: Features.attach(reader(numbers), layout, {}), len(rows))
-
-
-def _pictures(rows: Sequence[ImageRow], wanted: PixelFormat, progress: Progress) -> Tensor:
-    """Read pictures [n, 3, S, S] uint8 to be varied, with S a little more than the side of the crops."""
-    progress.work("reading pictures", len(rows), "images")
-    plain = PixelFormat.of(round(MARGIN * wanted.size[0]), (0, 0, 0), (1, 1, 1), wanted.interpolation)
-    held = torch.empty(len(rows), 3, *plain.size, dtype=torch.uint8)
-    for number, row in enumerate(rows):
-        held[number] = (row.pixels(plain) * 255).round().byte()
-        progress.advance(1)
-    return held

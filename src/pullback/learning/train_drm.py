@@ -16,8 +16,9 @@ comes from a store of `compute_targets`, or is computed of the first training im
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pullback.checks import finite_number, of_kind, whole_number
+from pullback.data.crops import CROPS
 from pullback.data.images import ImageSource, PixelFormat
 from pullback.data.sources import Source, open_source
 from pullback.errors import ImageError, ModelError, PullbackError, ShapeError, counted, naming
@@ -49,10 +51,13 @@ from pullback.learning.train_head import (
     fingerprint,
     hash_of,
     origin_of,
+    pictures_to_vary,
     readable_rows,
     recorded,
+    varied_pixels,
 )
 from pullback.probes import ProbeMap
+from pullback.randnla import Streams
 from pullback.runs.documents import OWN_TARGETS, layer_name
 from pullback.runs.documents import TARGETS as STORE
 from pullback.runs.progress import Progress
@@ -78,7 +83,7 @@ class MetricOptions:
     heads: int = 4
     rounds: int = 1
     reference: str | None = None  # the distance of outputs; None: `default_reference` of the decoder
-    distill_weight: float = 0.1  # lambda_d
+    distill_weight: float = 0.01  # lambda_d
     target: str = "importance"  # of the distillation: imp*, or "block-norm"
 
     def __post_init__(self) -> None:
@@ -129,8 +134,9 @@ def train_drm(
     heads: int = 4,
     rounds: int = 1,
     reference: str | None = None,
-    distill_weight: float = 0.1,
+    distill_weight: float = 0.01,
     target: str = "importance",
+    crops: int = 0,
     size: int | tuple[int, int] | None = None,
     limit: int | None = None,
     config: FitConfig | None = None,
@@ -146,6 +152,8 @@ def train_drm(
     Without a store the importance of the first ``target_images`` training images is computed here, in ``out``/targets
     where there is an ``out``; that takes longer than the training, and nothing with ``distill_weight=0``.
     ``held_out``: at least three other images, of which the first 500 count: all pairs of them are compared.
+    ``crops``: train on so many random crops of each image too, held in memory like the images (0.2 MB each for
+    DINOv2-S): new pairs, for which the decoder gives the distances. They need more steps.
     ``reference``: how outputs are compared, "relative_l1" (the default for depth) or "relative_l2"; a task distance of
     the probe is part of the output.
     ``out``: folder of metrics.jsonl and of the checkpoint that a second call goes on from; ``seconds``: stop after
@@ -159,12 +167,18 @@ def train_drm(
     options = MetricOptions(rank, width, heads, rounds, reference, distill_weight, target)
     config, progress = config or drm_config(), progress or Progress()
     _check_batch(config)
+    whole_number("crops", crops, least=0)
     stored = _stored(probe, targets, target_source, options)
     own = options.distill_weight > 0 and stored is None
     if own:
         _check_own(target_images, out)
     probe.backbone.check_size(size)
     wanted = probe.pixel_format(size)
+    if crops and wanted.size[0] != wanted.size[1]:
+        raise PullbackError(
+            f"size: expected a square, of which crops are taken, got {wanted.size[0]}x{wanted.size[1]}. Use a square "
+            "size, or crops=0."
+        )
     with naming("held_out"):
         judges = open_source(held_out)
     progress.stage("reading the images")
@@ -173,6 +187,7 @@ def train_drm(
         raise PullbackError(f"images: expected at least two, since pairs of them are compared, got {len(rows)}.")
     settings: dict[str, Any] = {
         "size": list(wanted.size),
+        "crops": crops,
         "images": hash_of([row.sha256 for row in rows]),
         "held_out": hash_of([item.key for item in judges]),
         "targets": None if stored is None or targets is None else fingerprint(stored.table, targets.config),
@@ -188,8 +203,14 @@ def train_drm(
     if len(others) < 3:
         raise PullbackError(f"held_out: expected at least three images, since they are ranked, got {len(others)}.")
     shared = check_held_out({str(row.sha256): row.item.key for row in others}, [row.sha256 for row in rows])
-    train = _examples(probe, rows, wanted, "computing features", progress, cells=TRAINING_CELLS)
-    judge = _examples(probe, others, wanted, "computing held-out features", progress)
+    pictures = pictures_to_vary(rows, wanted, progress) if crops else None
+    progress.work("computing features", (1 + crops) * len(rows), "images")
+    batches = _plain_features(probe, rows, wanted)
+    if pictures is not None:
+        batches = chain(batches, varied_features(probe, pictures, wanted.size[0], crops, seed=config.seed))
+    train = examples_of(probe, batches, (1 + crops) * len(rows), cells=TRAINING_CELLS, on_progress=progress.advance)
+    progress.work("computing held-out features", len(others), "images")
+    judge = examples_of(probe, _plain_features(probe, others, wanted), len(others), on_progress=progress.advance)
     importance = None
     if stored is not None:
         progress.work("computing features of the targets", len(stored), "images")
@@ -289,7 +310,7 @@ class MetricTask:
     held_out: MetricExamples
     reference: str
     importance: HeadExamples | None = None
-    distill_weight: float = 0.1
+    distill_weight: float = 0.01
 
     def __post_init__(self) -> None:
         for name, examples, least in (("train", self.train, 2), ("held_out", self.held_out, 3)):
@@ -470,33 +491,49 @@ def _settings(probe: ProbeMap, options: MetricOptions, more: Mapping[str, Any]) 
     return {f"probe.{name}": value for name, value in of_probe.items()} | weighed | dict(more)
 
 
-def _examples(
+def examples_of(
     probe: ProbeMap,
-    rows: list[ImageRow],
-    wanted: PixelFormat,
-    what: str,
-    progress: Progress,
+    batches: Iterable[Tensor],
+    count: int,
     *,
     cells: int | None = None,
+    on_progress: Callable[[int], None] | None = None,
 ) -> MetricExamples:
-    """Compute features, held in float16, and outputs of these images in one pass."""
-    progress.work(what, len(rows), "images")
-    reader = feature_reader(probe, rows, wanted)
+    """Compute the outputs of batches of features [b, N, D], ``count`` in all, and hold both, features in float16.
+
+    ``cells``: of outputs that are maps, see `averaged_output`.
+    """
     held: Tensor | None = None
-    outputs = []
-    for numbers in torch.arange(len(rows)).split(_BATCH // 2):
-        features = reader(numbers)
+    outputs: list[Tensor] = []
+    done = 0
+    for features in batches:
         with torch.no_grad():
             outputs.append(averaged_output(probe(features), cells))
         plain = features.as_subclass(Tensor)
-        if held is None:
-            held = plain.new_empty(len(rows), *plain.shape[1:], dtype=torch.float16)
-        held[numbers.to(held.device)] = plain.half()
-        progress.advance(len(numbers))
-    assert held is not None
+        if held is None:  # one block from the start: joining parts would take twice the memory
+            held = plain.new_empty(count, *plain.shape[1:], dtype=torch.float16)
+        held[done : done + len(plain)] = plain.half()
+        done += len(plain)
+        if on_progress is not None:
+            on_progress(len(plain))
+    assert held is not None and done == count
     if not held.isfinite().all():
         raise PullbackError("features: some do not fit into float16, in which they are held.")
     return MetricExamples.of(held, torch.cat(outputs))
+
+
+def _plain_features(probe: ProbeMap, rows: list[ImageRow], wanted: PixelFormat) -> Iterator[Tensor]:
+    reader = feature_reader(probe, rows, wanted)
+    return (reader(numbers) for numbers in torch.arange(len(rows)).split(_BATCH // 2))
+
+
+def varied_features(probe: ProbeMap, pictures: Tensor, size: int, copies: int, *, seed: int) -> Iterator[Tensor]:
+    """Compute features of ``copies`` random crops of each of pictures [n, 3, H, W] uint8, in batches [b, N, D]."""
+    generator = Streams.from_seed(seed, 1).generators[0]
+    for _ in range(copies):
+        for part in pictures.split(_BATCH // 2):
+            pixels = varied_pixels(probe, part, size, CROPS, generator)
+            yield probe.features(pixels, normalized=True)
 
 
 def averaged_output(output: Tensor, cells: int | None) -> Tensor:

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from pullback.backbones.weights import block_hashes
 from pullback.checks import finite_number, of_kind, whole_number
-from pullback.data.crops import Crop, read_crop
-from pullback.data.images import ImageSource, PixelFormat, reason_of
+from pullback.data.crops import Crop, Variation, read_crop, varied
+from pullback.data.images import ImageSource, PixelFormat, normalised, reason_of
 from pullback.data.sources import ImageItem, Source, open_source
 from pullback.errors import ImageError, ModelError, PullbackError, ShapeError, counted
 from pullback.evaluation import spearman
@@ -48,6 +48,8 @@ TARGETS = ("importance", "block-norm")
 Reader = Callable[[Tensor], Tensor]
 """Row numbers [b] -> features [b, N, D]."""
 _BATCH = 64
+MARGIN = 8 / 7
+"""Pictures that are varied are held so much larger than the crops of them: 256 pixels for crops of 224."""
 
 
 def train_head(
@@ -470,6 +472,26 @@ def feature_reader(probe: ProbeMap, rows: Sequence[ImageRow], wanted: PixelForma
         return probe.features(pixels, normalized=True)
 
     return read
+
+
+def pictures_to_vary(rows: Sequence[ImageRow], wanted: PixelFormat, progress: Progress) -> Tensor:
+    """Read pictures [n, 3, S, S] uint8 to be varied, with S a little more than the side of the crops."""
+    progress.work("reading pictures", len(rows), "images")
+    plain = PixelFormat.of(round(MARGIN * wanted.size[0]), (0, 0, 0), (1, 1, 1), wanted.interpolation)
+    held = torch.empty(len(rows), 3, *plain.size, dtype=torch.uint8)
+    for number, row in enumerate(rows):
+        held[number] = (row.pixels(plain) * 255).round().byte()
+        progress.advance(1)
+    return held
+
+
+def varied_pixels(
+    probe: ProbeMap, pictures: Tensor, size: int, variation: Variation, generator: torch.Generator
+) -> Tensor:
+    """Vary pictures [b, 3, H, W] uint8 and normalise them for the backbone: [b, 3, size, size], where it is."""
+    changed = varied(pictures.to(probe.device).float() / 255, size, variation, generator)
+    wanted = probe.backbone.preprocessing
+    return normalised(changed, wanted.mean, wanted.std).to(probe.backbone.dtype)
 
 
 def kept(reader: Reader, count: int, *, on_progress: Callable[[int], None] | None = None) -> Reader:

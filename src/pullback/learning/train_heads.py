@@ -22,15 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pullback.data.crops import CROPS, STRONG, Variation, varied
-from pullback.data.images import normalised
+from pullback.data.crops import CROPS, STRONG, Variation
 from pullback.errors import PullbackError
 from pullback.geometry.importance import block_norms, quick_importance
 from pullback.learning.fit import CurrentBlock, Losses, Network, Share
 from pullback.learning.head import ImportanceHead
 from pullback.learning.losses import order_loss
 from pullback.learning.pretrained import Pretrained
-from pullback.learning.train_head import HeadExamples, HeadTask, head_scores
+from pullback.learning.train_head import HeadExamples, HeadTask, head_scores, varied_pixels
 from pullback.operators import JacobianOperator
 from pullback.probes import ProbeMap
 from pullback.randnla import Streams
@@ -159,10 +158,8 @@ class LayerStream:
 def _varied_pictures(stream: FreshCrops | LayerStream, generator: torch.Generator) -> Tensor:
     """Draw the next ``batch`` pictures with replacement, varied and normalised for the backbone: [batch, 3, H, W]."""
     rows = torch.randint(len(stream.pictures), (stream.batch,), generator=generator)
-    chosen = stream.pictures[rows.to(stream.pictures.device)].to(stream.probe.device)
-    pictures = varied(chosen.float() / 255, stream.size, stream.variation, generator)
-    wanted = stream.probe.backbone.preprocessing
-    return normalised(pictures, wanted.mean, wanted.std)
+    chosen = stream.pictures[rows.to(stream.pictures.device)]
+    return varied_pixels(stream.probe, chosen, stream.size, stream.variation, generator)
 
 
 def block_norms_of_layers(
