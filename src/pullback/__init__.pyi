@@ -70,6 +70,8 @@ from pullback.registry import register_decoder as register_decoder
 from pullback.registry import register_score as register_score
 from pullback.retrieval.baselines import feature_distances as feature_distances
 from pullback.retrieval.baselines import line_energy as line_energy
+from pullback.retrieval.gallery import Gallery as Gallery
+from pullback.retrieval.gallery import Matches as Matches
 from pullback.scenes.render import SceneBatch as SceneBatch
 from pullback.scenes.render import render as render
 from pullback.scenes.splits import SceneRange as SceneRange

@@ -29,6 +29,15 @@ def test_a_half_written_last_line_is_cut_off_and_rows_go_on_behind_it(tmp_path, 
     assert rows.read() == [{"a": 1}, {"a": 2}]
 
 
+def test_who_reads_while_another_writes_leaves_a_half_written_line_where_it_is(tmp_path):
+    rows = Rows(tmp_path / "rows.jsonl")
+    rows.add([{"a": 1}], durable=True)
+    written = rows.path.read_bytes() + b'{"a": '
+    rows.path.write_bytes(written)
+    assert rows.read(cut=False) == [{"a": 1}]
+    assert rows.path.read_bytes() == written
+
+
 def test_a_line_in_the_middle_that_is_no_json_is_named(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"a": 1}\nnonsense\n{"a": 2}\n')

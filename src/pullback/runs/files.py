@@ -90,15 +90,16 @@ def replaced(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def replaced_folder(path: Path) -> Iterator[Path]:
+def replaced_folder(path: Path, *, new: bool = False) -> Iterator[Path]:
     """Yield a temporary folder beside ``path`` to fill, then put it in the place of ``path``; after an error, delete
-    it."""
+    it. ``new``: raise an error if there is anything in ``path`` by then."""
     with writing(path):
         temporary = Path(tempfile.mkdtemp(dir=make_folder(path.parent), prefix=f".{path.name}.", suffix=".tmp"))
         try:
             yield temporary
             temporary.chmod(0o777 & ~_umask())
-            shutil.rmtree(path, ignore_errors=True)
+            if not new:
+                shutil.rmtree(path, ignore_errors=True)
             temporary.replace(path)
         except BaseException as error:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -124,7 +125,7 @@ def write_atomic(
         if check is not None:
             check()
     if durable:
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
 
 
 def remove_unfinished(folder: Path) -> None:
@@ -206,8 +207,8 @@ def _umask() -> int:
     return mask
 
 
-def _sync_folder(folder: Path) -> None:
-    """Wait until the renaming itself is on the disk."""
+def sync_folder(folder: Path) -> None:
+    """Wait until the names of new and renamed files are on the disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

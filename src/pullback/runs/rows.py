@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,18 +14,19 @@ from pullback.runs.files import write_bytes, write_text, writing
 
 
 class Rows:
-    """The rows of one file. A half-written last line, left by a killed run, is cut off before anything is read."""
+    """The rows of one file. A half-written last line, left by a killed run, is cut off before anything is read; who
+    reads while another process writes leaves it there, and does not see it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def read(self) -> list[dict[str, Any]]:
-        """Return all whole rows; an empty list where there is no file yet."""
+    def read(self, *, cut: bool = True) -> list[dict[str, Any]]:
+        """Return all whole rows; an empty list where there is no file yet. ``cut``: whether to write at all."""
         if not self.path.is_file():
             return []
         content = self.path.read_bytes()
         whole = content[: content.rfind(b"\n") + 1]
-        if whole != content:
+        if cut and whole != content:
             write_bytes(self.path, whole)
         rows = []
         for number, line in enumerate(whole.splitlines(), start=1):
@@ -36,14 +38,18 @@ class Rows:
                 ) from None
         return rows
 
-    def add(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Append rows, all or none of them. NaN and infinity are refused: strict JSON has no words for them."""
+    def add(self, rows: Iterable[Mapping[str, Any]], *, durable: bool = False) -> None:
+        """Append rows, all or none of them. NaN and infinity are refused: strict JSON has no words for them.
+
+        ``durable`` also waits for the disk."""
         text = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
         with writing(self.path), open(self.path, "ab", buffering=0) as file:
             before, left = file.tell(), memoryview(text.encode())
             try:
                 while left:
                     left = left[file.write(left) :]
+                if durable:
+                    os.fsync(file.fileno())
             except BaseException:
                 file.truncate(before)
                 raise
