@@ -26,6 +26,8 @@ from pullback.geometry import diagnose as diagnose
 from pullback.geometry import layer_multiplicity as layer_multiplicity
 from pullback.geometry.agreement import Agreement as Agreement
 from pullback.geometry.agreement import agreement as agreement
+from pullback.geometry.geodesic import Geodesic as Geodesic
+from pullback.geometry.geodesic import geodesic as geodesic
 from pullback.geometry.overlay import overlay as overlay
 from pullback.geometry.scores import exact_importance as exact_importance
 from pullback.geometry.scores import exact_modes as exact_modes
