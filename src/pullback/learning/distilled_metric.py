@@ -222,6 +222,11 @@ class DistilledMetric(Pretrained):
         ``nodes``: the length of the straight segment by Gauss-Legendre quadrature with so many nodes in its place,
         which needs the head at each of them; the two-endpoint rule is its trapezoidal approximation.
         """
+        if first.shape != second.shape:
+            raise ShapeError(
+                f"first, second: expected features of one shape [B, N, {self.config.dim}], got {list(first.shape)} and "
+                f"{list(second.shape)}."
+            )
         change = second.as_subclass(Tensor) - first.as_subclass(Tensor)
         if nodes is None:
             return (self.seminorm(first, change) + self.seminorm(second, change)) / 2
@@ -242,6 +247,8 @@ class DistilledMetric(Pretrained):
         for features in batches:
             weights = self._weights(features.as_subclass(Tensor)).double()
             moment = weights.mT @ weights
+            if total is not None and total.shape != moment.shape:
+                raise ShapeError(f"batches: expected images of one size, got {len(total)} and {len(moment)} tokens.")
             total, count = moment if total is None else total + moment, count + len(weights)
         if total is None:
             raise PullbackError("batches: expected features of at least one image, got none.")
