@@ -42,6 +42,8 @@ QUICK = {
     "--held-out 4 --size 56",
     "bottleneck_pruning": "--bottleneck tiny-scenes=BOTTLENECK --cases scenes --train-images 6 --steps 4 "
     "--width 32 --held-out 3 --size 56 --ratios 0.5 --precision float32",
+    "retrieval": "--cells scenes:10 --size 56 --train 12 --validation 4 --test 12 --crops 1 --importance 2 --steps 4 "
+    "--batch 4 --validate-every 2 --width 32 --sample 2 4 --work OUT/retrieval",
     "pruning_choices": "--model MODEL --images PHOTOS --heads 6=HEAD --limit 2 --ratios 0.5",
     "pruning_planner": "--model MODEL --heads 6=HEAD --calibration PHOTOS --held-out OTHERS --limit 2 --batch 2 "
     "--rounds 1",
@@ -67,6 +69,7 @@ FULL = {
     "bottleneck": "--bottlenecks runs/ --cases scenes-depth views-depth --device cuda",
     "bottleneck_storage": "--bottlenecks runs/ --cases scenes --device cuda",
     "bottleneck_pruning": "--bottlenecks runs/ --cases scenes --device cuda",
+    "retrieval": "--cells scenes:4 scenes:8 scenes:10 --device cuda --work runs/retrieval",
     "pruning_choices": "--model facebook/dinov2-small --images train/ --heads 3=heads/L03 6=heads/L06 10=heads/L10",
     "pruning_planner": "--model facebook/dinov2-small --heads 3=heads/L03 6=heads/L06 10=heads/L10 "
     "--calibration train/ --held-out others/ --device cuda",
