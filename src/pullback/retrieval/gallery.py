@@ -378,8 +378,8 @@ class Gallery:
             raise PullbackError(f"gallery: {self.folder} holds no items yet. Add images first: gallery.add(folder).")
         if method == "transport" and len(self) > MOST_TRANSPORTED:
             raise PullbackError(
-                f"method: transport is for galleries of at most {MOST_TRANSPORTED:,} items, this one has {len(self):,}. "
-                "Use exact or candidates."
+                f"method: transport is for galleries of at most {MOST_TRANSPORTED:,} items, this one has "
+                f"{len(self):,}. Use exact or candidates."
             )
         queries = self._items("query", self._features(query))
         if method == "auto":
