@@ -46,6 +46,14 @@ def test_near_images_keep_their_digits_and_an_image_is_at_distance_zero_from_its
     torch.testing.assert_close(found[off], expected[off], rtol=1e-3, atol=1e-14)
 
 
+def test_near_images_among_far_ones_keep_their_digits():
+    far = 1e3 * normal(4, 6, 8)
+    near = far + 1e-6 * normal(4, 6, 8, seed=1)  # 1e-18 of the squares, which are exact to 1e-16
+    found = feature_distances(far, torch.cat([near, far]))
+    torch.testing.assert_close(found, by_loop(far, torch.cat([near, far]), "l2"))
+    assert found[:, 4:].diagonal().max() == 0
+
+
 def test_features_may_be_wider_than_one_block_and_stored_in_half_precision():
     first, second = normal(3, 100, 50).half(), normal(2, 100, 50, seed=1).half()
     found = feature_distances(first, second)

@@ -196,8 +196,8 @@ def _folds(
     if calibration is not None:
         if len(calibration) != 2:
             raise ShapeError("calibration: expected two tensors, predicted and reference distances of the same pairs.")
-        known = [values.flatten() for values in _checked("calibration", *calibration)]
-        return [(numbers, *(values.to(predicted.device) for values in known))]
+        known_p, known_r = (values.flatten().to(predicted.device) for values in _checked("calibration", *calibration))
+        return [(numbers, known_p, known_r)]
     if len(keep) < 2:
         raise PullbackError(
             "calibration: with a single query there are no others to fit scales on. Give distances of other pairs."

@@ -306,7 +306,7 @@ class DistilledMetric(Pretrained):
         value = torch.as_tensor(ratio, dtype=torch.float64)
         if not (value.isfinite() and value > 0):
             raise PullbackError(f"ratio: expected a positive number, got {float(value):g}.")
-        self.log_scale += value.log().to(self.log_scale)
+        self.log_scale.add_(value.log().to(self.log_scale))
         return self
 
     def check(self, argument: str, *, family: str, layer: int, weights: str | None = None) -> None:

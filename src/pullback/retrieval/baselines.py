@@ -82,8 +82,8 @@ def _euclidean(first: Tensor, second: Tensor) -> Tensor:
             size += rows.square().sum(1)
     together = sizes[0][:, None] + sizes[1]
     squared = (together - 2 * product).clamp_min(0)
-    for rows in (squared < _NEAR * together).nonzero().split(64):
-        i, j = rows.unbind(1)
+    near = (squared < _NEAR * together).nonzero()
+    for i, j in zip(*(numbers.split(64) for numbers in near.unbind(1)), strict=True):
         squared[i, j] = (a[i].double() - b[j].double()).square().sum(1)
     return squared.sqrt()
 
@@ -179,13 +179,13 @@ def line_energy(
             raise PullbackError("rule: 'chord' compares outputs and has no output metric. Use rule='jacobian'.")
         return _by_chords(probe, first, second, points, chunk_size)
     places, shares = np.polynomial.legendre.leggauss(points)
-    nodes, weights = (first.new_tensor(values).as_subclass(Tensor) for values in ((1 + places) / 2, shares / 2))
+    nodes, weights = (torch.from_numpy(x).to(first.device, first.dtype) for x in ((1 + places) / 2, shares / 2))
 
     def speeds(numbers: Tensor) -> Tensor:
         """Return |d/dt psi| of some of the B * points nodes [1, k]."""
         pair, node = numbers[0] // points, numbers[0] % points
         start, end, t = first[pair], second[pair], nodes[node]
-        value, change = torch.func.jvp(lambda t: probe(between(start, end, t)), (t,), (torch.ones_like(t),))
+        value, change, *_ = torch.func.jvp(lambda t: probe(between(start, end, t)), (t,), (torch.ones_like(t),))
         change = change.flatten(1)
         if weighted is not None:
             change = torch.einsum("bmk,bm->bk", factor_at(weighted, value.flatten(1)), change)
