@@ -47,12 +47,17 @@ class DamagedModelError(ModelError, FileError):
 
 
 @contextmanager
-def naming(argument: str) -> Iterator[None]:
-    """Let errors from within begin with ``argument``, whatever the function that raised them calls it."""
+def naming(argument: str, instead_of: str | None = None) -> Iterator[None]:
+    """Let errors from within begin with ``argument``, whatever the function that raised them calls it; with
+    ``instead_of``, those alone that begin with this name."""
     try:
         yield
     except PullbackError as error:
-        error.args = (HEAD.sub(argument, str(error), count=1) if HEAD.match(str(error)) else str(error),)
+        head = HEAD.match(str(error))
+        if head and instead_of in (None, head[0]):
+            error.args = (argument + str(error)[head.end() :],)
+        else:
+            error.args = (str(error),)
         raise
 
 

@@ -83,7 +83,7 @@ def test_the_page_shows_each_picture_with_rank_distance_and_key(tmp_path):
     page = " ".join((tmp_path / "index.html").read_text(encoding="utf-8").split())
     assert page.count("data:image/jpeg;base64,") == 7
     for words in (
-        "What is nearest to query &amp; more.png", "1 · 0.0123", "6 · 0.074", "a room/picture &lt;3&gt;.png",
+        "What is nearest to query &amp; more.png", "1 · 0.0123", "6 · 0.0740", "a room/picture &lt;3&gt;.png",
         "6 of 1,234 images", "some/vit", "depth", "layer 8", "mean absolute differences", "my gallery", "a machine",
         "all compared in 3 ms",
     ):  # fmt: skip

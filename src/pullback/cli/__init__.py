@@ -9,10 +9,12 @@ import typer
 from pullback import __version__
 from pullback.cli.demo import demo
 from pullback.cli.diagnose import diagnose
+from pullback.cli.index import index
 from pullback.cli.look import look
 from pullback.cli.ls import ls
 from pullback.cli.plan import plan
 from pullback.cli.prune import prune
+from pullback.cli.search import search
 from pullback.cli.targets import targets
 from pullback.cli.train import train
 
@@ -24,8 +26,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (diagnose, demo, look, ls, plan, prune, targets):
+for command in (diagnose, demo, look, ls, plan, prune, search, targets):
     app.command()(command)
+app.add_typer(index)
 app.add_typer(train)
 
 

@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, get_type_hints
@@ -30,9 +30,16 @@ FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 """Exit codes: the machine's fault (a full disk, a damaged file, too little memory), the command's, and Ctrl-C."""
 _OF_THE_COMMAND = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
 _KINDS = dict.fromkeys(("head", "spn", "drm", "bottleneck"), "train")
-_OTHER_NAMES = {"path": "images", "source": "images", "folder": "out"}
-"""What functions call the images, and the folder of a run. Where a command reads others too, it says so by
-`errors.naming`."""
+_KINDS |= dict.fromkeys(("add", "info", "remove", "recall"), "index")
+_OTHER_NAMES = {
+    "path": ("images",),
+    "source": ("images",),
+    "query": ("image",),
+    "folder": ("out", "gallery"),
+    "out": ("gallery",),
+}
+"""What commands call the images, and the folder of a run or a gallery, by what functions call them. Where a command
+reads others too, it says so by `errors.naming`."""
 PRUNE_VIEWS = ("pb.prune_views(model, score, ratio=..., stages=...)", "docs/guide/vggt-pruning.md")
 """What to use for a VGGT in place of the commands about pruning, and the page about it."""
 
@@ -104,11 +111,15 @@ def in_options(message: str, command: Callable[..., None] | None) -> str:
     if head is None or command is None:
         return message
     hints = get_type_hints(command, include_extras=True)
-    names = [_OTHER_NAMES.get(name, name) for name in head[0].split(", ")]
+    names = [_named(name, hints) for name in head[0].split(", ")]
     if not all(name in hints for name in names):
         return message
     typed = (f"--{name.replace('_', '-')}" if _is_option(hints[name]) else name for name in names)
     return ", ".join(typed) + message[head.end() :]
+
+
+def _named(name: str, hints: Collection[str]) -> str:
+    return next((own for own in (name, *_OTHER_NAMES.get(name, ())) if own in hints), name)
 
 
 def _is_option(hint: object) -> bool:
@@ -116,7 +127,7 @@ def _is_option(hint: object) -> bool:
 
 
 @contextmanager
-def keeping_rows(progress: ProgressDisplay, count: Callable[[], int]) -> Iterator[None]:
+def keeping_rows(progress: ProgressDisplay, count: Callable[[], int], unit: str = "row") -> Iterator[None]:
     """Surround work that adds rows to a folder: an error that ends it also says how many are kept there.
 
     ``count`` returns how many there are. What was there before counts where the same command goes on from it."""
@@ -125,7 +136,7 @@ def keeping_rows(progress: ProgressDisplay, count: Callable[[], int]) -> Iterato
         yield
     except BaseException as error:
         if (rows := count()) > (before if isinstance(error, PullbackError) else 0):
-            progress.done.append(kept(error, rows, "row"))
+            progress.done.append(kept(error, rows, unit))
         progress.current = None
         raise
 

@@ -22,13 +22,11 @@ def _names(family: str | None) -> str:
 
 Model = Annotated[str, typer.Argument(help="A hub id, a folder, or an embedded name (see `pullback ls`).")]
 Images = Annotated[str, typer.Option(help="An image, a folder or a glob.")]
-Source = Annotated[
-    str,
-    typer.Option(
-        help="A folder, a glob, a text file of paths, webdataset tars (shards/{000..127}.tar), or a Hugging Face "
-        "dataset (hf://name:split)."
-    ),
-]
+SOURCES = (
+    "A folder, a glob, a text file of paths, webdataset tars (shards/{000..127}.tar), or a Hugging Face dataset "
+    "(hf://name:split)."
+)
+Source = Annotated[str, typer.Option(help=SOURCES)]
 Decoder = Annotated[str, typer.Option(help=decoder_help())]
 _LAYER = (
     "`hooks`: all layers that a dense decoder reads, side by side; `latent`, `latent-ambient`: the registers of a "

@@ -11,7 +11,6 @@ from PIL import Image, ImageDraw
 
 from pullback.report.html import jpeg_uri, write_html
 from pullback.report.tiles import FAINT, INK, PAPER, fitted, font, png
-from pullback.report.wording import plain
 from pullback.runs import documents as files
 from pullback.runs.files import read_json, write_bytes
 
@@ -21,19 +20,25 @@ _SIDE, _GAP, _ROOM = 208, 14, 34  # pixels, the width of a picture, the space ar
 _VALUE, _KEY = 17, 14  # pixels, the heights of letters
 _UNDER = _VALUE + _KEY + 18
 _GREY = (208, 212, 218)
-REASONS = {"gone": "the file is gone", "changed": "the file has changed", "unreadable": "the file cannot be read"}
+REASONS = {
+    "gone": "the file is gone",
+    "changed": "the file has changed",
+    "unreadable": "the file cannot be read",
+    "unknown": "no file is known",  # of a picture from memory or from an archive
+}
 """Why a picture is not shown, by what `matches.json` says of it. "seen": it is."""
 
 
 def draw_matches(folder: Path) -> list[str]:
     """Draw the query beside what was found, and the page; return their names."""
     document, pictures = read_json(folder / files.MATCHES), files.read_matches(folder)["pictures"]
-    tiles = [_tile(picture, match) for picture, match in zip(pictures[1:], document["matches"], strict=True)]
+    shown = document["matches"][: len(pictures) - 1]
+    tiles = [_tile(picture, match) for picture, match in zip(pictures[1:], shown, strict=True)]
     query = Image.fromarray(pictures[0])
     write_bytes(folder / files.MATCHES_FIGURE, png(in_order(query, tiles, document)))
     cards = [
         {**match, "picture": jpeg_uri(tile), "name": name_of(match["key"]), "note": REASONS.get(match["state"], "")}
-        for tile, match in zip(tiles, document["matches"], strict=True)
+        for tile, match in zip(tiles, shown, strict=True)
     ]
     content = {"document": document, "query": jpeg_uri(query), "name": name_of(document["query"]), "cards": cards}
     return [files.MATCHES_FIGURE, write_html(folder, "matches.html.j2", content).name]
@@ -62,10 +67,10 @@ def in_order(query: Image.Image, tiles: list[Image.Image], document: Mapping[str
     put(query, _GAP, _GAP, "query", name_of(document["query"]))
     middle = left - _ROOM // 2 - 1
     draw.line([(middle, _GAP), (middle, size[1] - _GAP)], fill=_GREY, width=2)
-    for place, (tile, match) in enumerate(zip(tiles, document["matches"], strict=True)):
+    for place, (tile, match) in enumerate(zip(tiles, document["matches"], strict=False)):
         row, column = divmod(place, ACROSS)
         where = (left + column * (_SIDE + _GAP), _GAP + row * (tall + _UNDER + _GAP))
-        put(tile, *where, f"{match['rank']}    {plain(match['distance'])}", name_of(match["key"]))
+        put(tile, *where, f"{match['rank']}    {match['distance']:.4f}", name_of(match["key"]))
     return whole
 
 
