@@ -392,7 +392,7 @@ def constant_scores(metric: DistilledMetric, examples: MetricExamples) -> dict[s
 
 def _pairs(distances: Tensor) -> Tensor:
     """Return the distances [n, n] of i < j as one row."""
-    first, second = torch.triu_indices(*distances.shape, offset=1, device=distances.device)
+    first, second = torch.triu_indices(len(distances), distances.shape[1], offset=1, device=distances.device)
     return distances[first, second]
 
 
@@ -542,4 +542,5 @@ def averaged_output(output: Tensor, cells: int | None) -> Tensor:
         return output.float()
     whole_number("cells", cells)
     maps = output.float().flatten(1, -3) if output.ndim > 3 else output.float()[:, None]
-    return F.adaptive_avg_pool2d(maps, [min(side, cells) for side in output.shape[-2:]])
+    height, width = (min(side, cells) for side in output.shape[-2:])
+    return F.adaptive_avg_pool2d(maps, (height, width))
