@@ -62,7 +62,7 @@ def in_order(query: Image.Image, tiles: list[Image.Image], document: Mapping[str
     def put(picture: Image.Image, x: int, y: int, value: str, key: str) -> None:
         whole.paste(picture.resize((_SIDE, tall), Image.Resampling.LANCZOS), (x, y))
         draw.text((x, y + tall + 6), fitted(value, _VALUE, _SIDE), INK, font(_VALUE))
-        draw.text((x, y + tall + 12 + _VALUE), fitted(key, _KEY, _SIDE), FAINT, font(_KEY))
+        draw.text((x, y + tall + 12 + _VALUE), fitted(key, _KEY, _SIDE, keep_end=True), FAINT, font(_KEY))
 
     put(query, _GAP, _GAP, "query", name_of(document["query"]))
     middle = left - _ROOM // 2 - 1
@@ -70,7 +70,7 @@ def in_order(query: Image.Image, tiles: list[Image.Image], document: Mapping[str
     for place, (tile, match) in enumerate(zip(tiles, document["matches"], strict=False)):
         row, column = divmod(place, ACROSS)
         where = (left + column * (_SIDE + _GAP), _GAP + row * (tall + _UNDER + _GAP))
-        put(tile, *where, f"{match['rank']}    {match['distance']:.4f}", name_of(match["key"]))
+        put(tile, *where, f"{match['rank']}    {match['distance']:.4f}", match["key"])
     return whole
 
 

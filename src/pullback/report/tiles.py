@@ -14,14 +14,15 @@ def font(size: int) -> Any:
     return ImageFont.load_default(size=size)
 
 
-def fitted(text: str, size: int, width: int) -> str:
-    """Shorten a text from its end to so many pixels, of letters of this size."""
+def fitted(text: str, size: int, width: int, *, keep_end: bool = False) -> str:
+    """Shorten a text to so many pixels, of letters of this size: from its end, or as names of files from the front."""
     letters = font(size)
     if letters.getlength(text) <= width:
         return text
-    while text and letters.getlength(f"{text}...") > width:
-        text = text[:-1]
-    return f"{text}..."
+    cut = (lambda rest: f"...{rest}") if keep_end else (lambda rest: f"{rest}...")
+    while text and letters.getlength(cut(text)) > width:
+        text = text[1:] if keep_end else text[:-1]
+    return cut(text)
 
 
 def png(picture: Image.Image) -> bytes:
