@@ -11,8 +11,8 @@ next gallery, until there were so many kills. After each kill
     wrong  items that are not found at distance 0 by what is stored of them, or whose distance from the same item of an
            uninterrupted gallery is more than rounding
 
-are counted, and must all be 0; the exit code is 1 if not. Bytes that do not fit their checksums are an error. Processes are forks of this one, which has imported
-everything, so that kills hit work and not imports.
+are counted, and must all be 0; the exit code is 1 if not. Bytes that do not fit their checksums are an error. Processes
+are forks of this one, which has imported everything, so that kills hit work and not imports.
 """
 
 from __future__ import annotations

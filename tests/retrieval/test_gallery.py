@@ -137,7 +137,7 @@ def test_the_model_is_not_needed_for_images_that_are_known(tmp_path, of_scenes, 
     gallery = Gallery.create(tmp_path / "g", of_scenes, device="cpu")
     good = sorted(path for path in photos.iterdir() if "broken" not in path.name)
     gallery.add(good)
-    monkeypatch.setattr("pullback.retrieval.gallery.load_any_backbone", lambda *args, **more: pytest.fail("loaded"))
+    monkeypatch.setattr("pullback.retrieval.reading.load_any_backbone", lambda *args, **more: pytest.fail("loaded"))
     assert Gallery.open(tmp_path / "g", device="cpu").add(good).known == 6
 
 

@@ -49,7 +49,7 @@ def run_search(request: SearchRequest, out: Path, progress: Progress | None = No
         gallery = Gallery.open(request.gallery, device=request.device)
     progress.stage("searching")
     found = gallery.search(str(query), request.k, method=request.method, candidates=request.candidates)
-    info, wanted = gallery.info(), gallery._format()
+    info, wanted = gallery.info(), gallery.pixel_format()
     contents = {item.key: item.sha256 for item in gallery if item.key in set(found.keys[0])}
     matches: list[dict[str, Any]] = []
     pictures = [np.asarray(centre_crop(query, wanted))]

@@ -20,27 +20,23 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
-import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
 from pullback import __version__
-from pullback.backbones import AnyBackbone, load_any_backbone
-from pullback.backbones.loading import Model, resolve_device
+from pullback.backbones.loading import resolve_device
 from pullback.checks import of_kind, shown, whole_number
 from pullback.data.crops import read_crop
 from pullback.data.images import ImageSource, PixelFormat, checked_size, reason_of
-from pullback.data.pictures import Pictures, as_pixels
+from pullback.data.pictures import Pictures
 from pullback.data.sources import FileItem, ImageItem, Source, open_source
-from pullback.errors import FileError, ImageError, ModelError, NumericsError, PullbackError, ShapeError, naming
+from pullback.errors import FileError, ModelError, PullbackError, naming
 from pullback.evaluation.statistics import mean_and_error
 from pullback.learning.distilled_metric import DistilledMetric, MetricItems
 from pullback.learning.pretrained import Origin
-from pullback.probes import ProbeMap
+from pullback.retrieval.reading import ItemReader, in_memory
 from pullback.retrieval.records import Form, Records
 from pullback.retrieval.search import FROM, PER_RESULT, Found, Index, has_faiss
 from pullback.retrieval.storage import SHARD_BYTES, Log, Storage, Writer
@@ -116,8 +112,7 @@ class Gallery:
         self.folder, self.metric, self.manifest, self.device = folder, metric, dict(manifest), device
         self._form = form
         self._storage = Storage(folder, form.words, int(manifest["capacity"]))
-        self._backbone: AnyBackbone | None = None
-        self._loading = Lock()  # images are read by several threads, and the first one wants the model
+        self._reader = ItemReader(metric, self.manifest, device)
         self._log = Log()
         self._index: Index | None = None
 
@@ -171,7 +166,7 @@ class Gallery:
                     "Leave it out to search by its own, or make a gallery for this one."
                 )
         if backbone is not None:
-            gallery._take_backbone(backbone)
+            gallery._reader.take_backbone(backbone)
         gallery.refresh()
         return gallery
 
@@ -237,6 +232,10 @@ class Gallery:
             "created": self.manifest["created"],
         }
 
+    def pixel_format(self) -> PixelFormat:
+        """Return the format in which images are seen; the model is loaded for it."""
+        return self._reader.format()
+
     def refresh(self) -> Gallery:
         """Take note of what was added and removed by others since."""
         log = self._storage.read()
@@ -262,8 +261,8 @@ class Gallery:
         """
         progress = progress or Progress()
         if backbone is not None:
-            self._take_backbone(backbone)
-        if _in_memory(images):
+            self._reader.take_backbone(backbone)
+        if in_memory(images):
             return self._add_pictures(images, keys, progress)
         if keys is not None:
             raise PullbackError("keys: expected with pictures in memory alone; those of files are their names.")
@@ -277,7 +276,7 @@ class Gallery:
         return adding.result
 
     def _add_pictures(self, pictures: Any, keys: Sequence[str] | None, progress: Progress) -> Added:
-        pixels = self._pixels(pictures)
+        pixels = self._reader.pixels(pictures)
         names = _checked_keys(keys, len(pixels))
         with self._writing() as writer:
             progress.work("adding", len(names), "images")
@@ -291,7 +290,7 @@ class Gallery:
     def add_features(self, keys: Sequence[str], features: Tensor, *, sha256: Sequence[str] | None = None) -> Added:
         """Add images by their features [B, N, D] at the metric's layer, from anywhere. ``sha256``: of what they are
         features of, by default of the features themselves."""
-        plain = self._checked_features("features", features)
+        plain = self._reader.checked("features", features)
         names = _checked_keys(keys, len(plain))
         contents = [_hash(one) for one in plain] if sha256 is None else _checked_keys(sha256, len(plain), "sha256")
         with self._writing() as writer:
@@ -373,7 +372,7 @@ class Gallery:
         if candidates is not None:
             whole_number("candidates", candidates, least=k, expected=f"at least as many as results, {k}, or None")
         if backbone is not None:
-            self._take_backbone(backbone)
+            self._reader.take_backbone(backbone)
         if not len(self):
             raise PullbackError(f"gallery: {self.folder} holds no items yet. Add images first: gallery.add(folder).")
         if method == "transport" and len(self) > MOST_TRANSPORTED:
@@ -381,7 +380,7 @@ class Gallery:
                 f"method: transport is for galleries of at most {MOST_TRANSPORTED:,} items, this one has "
                 f"{len(self):,}. Use exact or candidates."
             )
-        queries = self._items("query", self._features(query))
+        queries = self._reader.items("query", self._reader.features(query))
         if method == "auto":
             quick = self.device.type != "cpu" or has_faiss()
             method = "candidates" if len(self) >= FROM and quick else "exact"
@@ -452,104 +451,6 @@ class Gallery:
             self._index = Index.of(self._form, blocks, sorted(self._log.removed), self.device)
         return self._index
 
-    # From images to items
-
-    def _features(self, query: Any) -> Tensor:
-        """Return the features of queries in any form."""
-        if self._are_features(query):
-            return self._checked_features("query", query)
-        if _in_memory(query):
-            return self._features_of(self._pixels(query))
-        with naming("query"):
-            items = list(open_source(query))
-        wanted = self._format()
-        pixels = [_pixels_of(item, wanted) for item in items]
-        return torch.cat(
-            [self._features_of(torch.stack(pixels[s : s + _BATCH])) for s in range(0, len(pixels), _BATCH)]
-        )
-
-    def _are_features(self, query: Any) -> bool:
-        """Whether this is meant as features [B, N, D], and not as one picture [3, H, W] or [H, W, 3]."""
-        if not isinstance(query, Tensor) or query.ndim != 3 or not query.is_floating_point():
-            return False
-        fits = query.shape[2] == self.metric.config.dim or query.shape[1] == self.manifest["tokens"]
-        return fits or 3 not in (query.shape[0], query.shape[2])
-
-    def _checked_features(self, argument: str, features: Any) -> Tensor:
-        of_kind(argument, features, Tensor, "features [B, N, D] as a tensor", ShapeError)
-        plain, wanted = features.detach().as_subclass(Tensor), (self.manifest["tokens"], self.metric.config.dim)
-        if plain.ndim != 3 or tuple(plain.shape[1:]) != wanted or not len(plain):
-            raise ShapeError(
-                f"{argument}: expected features [B, {wanted[0]}, {wanted[1]}] at layer {self.manifest['layer']} of "
-                f"{self.manifest['model'] or 'the model of the metric'}, as all items of the gallery are of, got "
-                f"{list(plain.shape)}. Use images of one size{_times(self.manifest['size'])}."
-            )
-        if not plain.is_floating_point():
-            raise ShapeError(f"{argument}: expected floats, got {plain.dtype}.")
-        bad = (~plain.isfinite()).flatten(1).any(1).nonzero().flatten().tolist()
-        if bad:
-            raise NumericsError(
-                f"{argument}: expected finite numbers, got NaN or infinity in image {bad[0]} ({len(bad)} of "
-                f"{len(plain)})."
-            )
-        return plain
-
-    @torch.no_grad()
-    def _items(self, argument: str, features: Tensor) -> MetricItems:
-        """Return what is stored of features: queries are rounded as items are."""
-        parts = [self.metric(part.to(self.device).float()) for part in features.split(_BATCH)]
-        with naming(argument):
-            return MetricItems.join([part.half() for part in parts])
-
-    def _pixels(self, pictures: Any) -> Tensor:
-        wanted = self._format()
-        pixels = as_pixels(pictures, wanted)
-        if tuple(pixels.shape[-2:]) != wanted.size:
-            raise ImageError(
-                "images: expected {}x{} pixels, as all items of the gallery have, got {}x{}. Pass PIL images or files, "
-                "which are resized and cropped.".format(*wanted.size, *pixels.shape[-2:])
-            )
-        return pixels
-
-    @torch.no_grad()
-    def _features_of(self, pixels: Tensor) -> Tensor:
-        layer = self.manifest["layer"]
-        return self._checked_features("images", self._model().features(pixels.to(self._model().device), [layer])[layer])
-
-    def _format(self) -> PixelFormat:
-        """Return the format of images; None as the size stands for the model's own."""
-        size = self.manifest["size"]
-        return self._model().pixel_format(None if size is None else tuple(size))
-
-    def _model(self) -> AnyBackbone:
-        with self._loading:
-            if self._backbone is None and self.manifest["model"] is None:
-                raise ModelError(
-                    "backbone: the metric does not say what model it is for, so images cannot be read. Pass the model, "
-                    "or features."
-                )
-            return self._backbone or self._take_backbone(self.manifest["model"])
-
-    def _take_backbone(self, given: ProbeMap | AnyBackbone | Model) -> AnyBackbone:
-        if isinstance(given, ProbeMap):
-            given = given.backbone
-        if not isinstance(given, AnyBackbone):
-            given = load_any_backbone(given, device="auto" if isinstance(given, torch.nn.Module) else self.device)
-        if given.views:
-            raise ModelError(f"backbone: {given.name} takes several views of a scene; galleries hold single images.")
-        layer = self.manifest["layer"]
-        if layer is None:
-            raise ModelError(
-                "backbone: the metric does not say which layer it is for. Pass features instead of images."
-            )
-        self.metric.check("backbone", family=given.family, layer=layer, weights=weights_hash(given.model))
-        if given.dim != self.metric.config.dim:
-            raise ModelError(
-                f"backbone: expected features of width {self.metric.config.dim}, as the metric has, got {given.dim}."
-            )
-        self._backbone = given
-        return given
-
 
 @dataclass(frozen=True)
 class _Read:
@@ -582,7 +483,7 @@ class _Adding:
             sha256 = hashlib.sha256(data).hexdigest()
             if sha256 in self.writer.log.by_content or item.key in self.writer.log.by_key:
                 return _Read(item.key, sha256, place, None)
-            return _Read(item.key, sha256, place, read_crop(data, None, self.gallery._format()))
+            return _Read(item.key, sha256, place, read_crop(data, None, self.gallery._reader.format()))
         except PullbackError as error:
             if isinstance(error, ModelError):  # no image is to blame
                 raise
@@ -607,8 +508,8 @@ class _Adding:
         if not new:
             return
         contents = torch.stack([one.content for one in new.values() if one.content is not None])
-        found = contents if features else self.gallery._features_of(contents)
-        records = self.gallery._form.pack(self.gallery._items("features", found))
+        found = contents if features else self.gallery._reader.features_of(contents)
+        records = self.gallery._form.pack(self.gallery._reader.items("features", found))
         self.writer.add(
             [one.key for one in new.values()], list(new), [one.place for one in new.values()], records.parts
         )
@@ -665,20 +566,6 @@ def _manifest(metric: DistilledMetric, form: Form, size: tuple[int, int] | None)
     }
 
 
-def _in_memory(images: Any) -> bool:
-    """Whether these are pictures in memory, and not where to find some."""
-    if isinstance(images, list | tuple):
-        return bool(images) and _in_memory(images[0])
-    return isinstance(images, Tensor | np.ndarray | Image.Image | Mapping)
-
-
-def _pixels_of(item: ImageItem, wanted: PixelFormat) -> Tensor:
-    try:
-        return read_crop(item.read(), None, wanted)
-    except Exception as error:
-        raise ImageError(f"query: {item.key}: {reason_of(error).removeprefix('data: ')}") from None
-
-
 def _checked_keys(keys: Any, count: int | None, argument: str = "keys") -> list[str]:
     wanted = "names" if count is None else f"a name for each of {count} images"
     if not isinstance(keys, list | tuple) or not all(isinstance(key, str) and key for key in keys):
@@ -696,7 +583,3 @@ def _hash(content: Tensor) -> str:
 def _float(items: MetricItems, device: torch.device) -> MetricItems:
     parts = (items.projected, items.weights, items.aggregates)
     return MetricItems(*(part.to(device).float() for part in parts))
-
-
-def _times(size: Sequence[int] | None) -> str:
-    return "" if size is None else ", {}x{} pixels".format(*size)
