@@ -32,6 +32,7 @@ from torch import Tensor
 
 import pullback as pb
 from pullback.data.sources import open_source
+from pullback.errors import NumericsError
 from pullback.evaluation.distances import RELATIVE, output_distances
 from pullback.evaluation.retrieval import RetrievalScores, retrieval_scores
 from pullback.learning.distilled_metric import DistilledMetric, MetricItems, pairwise_distances
@@ -53,6 +54,7 @@ from pullback.retrieval.baselines import feature_distances, line_energy
 from pullback.retrieval.transport import transport_distances
 from pullback.runs.files import make_folder, write_json
 from pullback.runs.progress import Progress
+from pullback.runs.provenance import weights_hash
 from pullback.scenes.splits import HELD_OUT, QUERIES, SHIFTED, TRAINING, SceneRange
 
 SCENES = "scenes"
@@ -144,7 +146,14 @@ def measure(cell: str, options: argparse.Namespace, work: Path) -> dict[str, Any
 def trained(
     probe: pb.ProbeMap, case: Case, options: argparse.Namespace, folder: Path
 ) -> tuple[DistilledMetric, dict[str, Any]]:
-    """Train a metric, or go on with it; return it with its scores on the pictures that were set aside."""
+    """Train a metric, go on with it, or take the one that is there; return it with its scores on the pictures that
+    were set aside."""
+    if (folder / "model").is_dir():
+        metric = DistilledMetric.from_pretrained(folder, device=probe.device)
+        metric.check(
+            "work", family=probe.backbone.family, layer=int(probe.layer), weights=weights_hash(probe.backbone.model)
+        )
+        return metric, {**metric.config.scores, "rounds": metric.config.rounds}
     begun = time.perf_counter()
     pictures, validation = training_pictures(probe, case, options)
     crops = varied_features(probe, pictures.to(probe.device), options.size, options.crops, seed=options.seed)
@@ -169,7 +178,8 @@ def trained(
     metric.save_pretrained(folder / "model")
     seconds = {"preparing": round(ready - begun, 1), "training": round(time.perf_counter() - ready, 1)}
     parameters = sum(parameter.numel() for parameter in metric.parameters())
-    return metric, {**metric.config.scores, "seconds": seconds, "pictures": len(pictures), "parameters": parameters}
+    sizes = {"pictures": len(pictures), "parameters": parameters, "rounds": options.rounds}
+    return metric, {**metric.config.scores, "seconds": seconds, **sizes}
 
 
 def training_pictures(probe: pb.ProbeMap, case: Case, options: argparse.Namespace) -> tuple[Tensor, Iterator[Tensor]]:
@@ -274,7 +284,11 @@ def sampled(
     energy_seconds = _now(features.device) - begun
     few["energy"] = lines.distances.view(len(rows), -1)
     begun = _now(features.device)
-    few["transport"] = transport_distances(items[rows], items[columns])
+    failed = None
+    try:
+        few["transport"] = transport_distances(items[rows], items[columns])
+    except NumericsError as error:
+        failed = str(error)
     transport_seconds = _now(features.device) - begun
     scores = compared(few, truth[rows][:, columns], options.seed, themselves=False)
     asked = features[rows].as_subclass(Tensor)
@@ -290,6 +304,7 @@ def sampled(
             "energy": 1e3 * energy_seconds / pairs,
             "transport": 1e3 * transport_seconds / pairs,
         },
+        "transport_failed": failed,
         "products_per_pair": {"energy_jvp": lines.products.jvp, "energy_outputs": lines.outputs},
         "multiplications_per_pair": {"drm": 2 * tokens * metric.config.rank},
     }

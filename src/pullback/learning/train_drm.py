@@ -509,16 +509,16 @@ def examples_of(
     for features in batches:
         with torch.no_grad():
             outputs.append(averaged_output(probe(features), cells))
-        plain = features.as_subclass(Tensor)
+        plain = features.as_subclass(Tensor).half()
+        if not plain.isfinite().all():
+            raise PullbackError("features: some do not fit into float16, in which they are held.")
         if held is None:  # one block from the start: joining parts would take twice the memory
-            held = plain.new_empty(count, *plain.shape[1:], dtype=torch.float16)
-        held[done : done + len(plain)] = plain.half()
+            held = plain.new_empty(count, *plain.shape[1:])
+        held[done : done + len(plain)] = plain
         done += len(plain)
         if on_progress is not None:
             on_progress(len(plain))
     assert held is not None and done == count
-    if not held.isfinite().all():
-        raise PullbackError("features: some do not fit into float16, in which they are held.")
     return MetricExamples.of(held, torch.cat(outputs))
 
 
