@@ -47,6 +47,8 @@ QUICK = {
     "geodesics": "--cases scenes-L10 cls-L10 --floors 0 0.1 --model dinov2=MODEL --images photos=PHOTOS --held-out 4 "
     "--pairs 3 --segments 3 --steps 2 --num-probes 2 --size 56 --precision float32",
     "plot_geodesic": "--size 56 --layer 10 --segments 6 --steps 2 --out OUT/geodesic.png",
+    "gallery": "--items 300 --queries 8 --limit 12 --steps 4 --size 56 --rounds 1 --pairs 20 --candidates 50 "
+    "--work OUT/gallery",
     "pruning_choices": "--model MODEL --images PHOTOS --heads 6=HEAD --limit 2 --ratios 0.5",
     "pruning_planner": "--model MODEL --heads 6=HEAD --calibration PHOTOS --held-out OTHERS --limit 2 --batch 2 "
     "--rounds 1",
@@ -74,6 +76,7 @@ FULL = {
     "bottleneck_pruning": "--bottlenecks runs/ --cases scenes --device cuda",
     "retrieval": "--cells scenes:4 scenes:8 scenes:10 --device cuda --work runs/retrieval",
     "geodesics": "--model dinov2=facebook/dinov2-small saliency=FOLDER --images photos=others/ --device cuda",
+    "gallery": "--items 1000000 --device cuda",
     "pruning_choices": "--model facebook/dinov2-small --images train/ --heads 3=heads/L03 6=heads/L06 10=heads/L10",
     "pruning_planner": "--model facebook/dinov2-small --heads 3=heads/L03 6=heads/L06 10=heads/L10 "
     "--calibration train/ --held-out others/ --device cuda",
