@@ -1,4 +1,4 @@
-"""Draw what a task sees along the straight segment between the features of two rooms, and along the geodesic.
+"""What a task sees along the straight segment between the features of two rooms, and along the geodesic.
 
 python benchmarks/plot_geodesic.py --out docs/images/geodesic.png
 """
@@ -24,10 +24,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="the picture, a PNG file")
     parser.add_argument("--rooms", type=int, nargs=2, default=(0, 1), help="of the held-out scenes")
-    parser.add_argument("--layer", type=int, default=6)
+    parser.add_argument("--layer", type=int, default=3)
     parser.add_argument("--size", type=int, default=224, help="of the rooms, in pixels")
-    parser.add_argument("--segments", type=int, default=12, help=f"a multiple of {SHOWN - 1}")
-    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--segments", type=int, default=6, help=f"a multiple of {SHOWN - 1}")
+    parser.add_argument("--steps", type=int, default=60)
     options = parser.parse_args(arguments)
     if options.segments % (SHOWN - 1):
         raise SystemExit(f"--segments: expected a multiple of {SHOWN - 1}, got {options.segments}.")

@@ -16,6 +16,7 @@ import tempfile
 from pathlib import Path
 
 IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
+BENCHMARKS = IMAGES.parents[1] / "benchmarks"
 DEMO = "pullback demo --out demo-out"
 COMMANDS: dict[str, tuple[list[str], str]] = {
     "scenes": ([DEMO], "demo-out/scenes/scenes.png"),
@@ -27,6 +28,7 @@ COMMANDS: dict[str, tuple[list[str], str]] = {
         ],
         "found/tokens_L08.png",
     ),
+    "geodesic": ([f"{BENCHMARKS}/plot_geodesic.py --out geodesic.png"], "geodesic.png"),
     "look": (
         [
             DEMO,
