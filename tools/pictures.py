@@ -41,10 +41,10 @@ COMMANDS: dict[str, tuple[list[str], str]] = {
         [
             "-m pullback.scenes.pictures --count 240 --views 1 --size 224 --out drawn",
             "-m pullback.scenes.pictures --count 40 --views 1 --size 224 --first 1000 --out others",
-            "pullback train drm tiny-scenes --decoder depth --layer 8 --images drawn --held-out others "
-            "--target-images 24 --steps 300 --out drm",
+            "pullback train drm tiny-scenes --decoder depth-8x8 --layer 8 --size 112 --images drawn --held-out others "
+            "--target-images 40 --steps 300 --out drm",
             "pullback index add gallery drawn --drm drm",
-            "pullback search gallery others/scene-1004/view-00.png --k 5 --out found",
+            "pullback search gallery others/scene-1007/view-00.png --k 5 --out found",
         ],
         "found/matches.png",
     ),
