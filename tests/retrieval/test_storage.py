@@ -154,6 +154,26 @@ def test_an_open_gallery_sees_what_others_did_when_it_is_refreshed(tmp_path, met
     assert gallery.search(random_features(8)[6:7], k=1).keys == [["item-006"]]
 
 
+def test_a_gallery_that_was_open_before_a_kill_cuts_off_what_it_left_too(tmp_path, metric):
+    gallery = filled(tmp_path / "g", 4, metric)
+    log = tmp_path / "g" / "items.jsonl"
+    log.write_bytes(log.read_bytes() + b'{"first": 4')
+    assert len(gallery.refresh()) == 4
+    gallery.add_features(names(2, start=4), random_features(6)[4:])
+    assert_whole(Gallery.open(tmp_path / "g", device="cpu"))
+
+
+def test_the_log_is_read_again_only_when_it_has_changed(tmp_path, metric, monkeypatch):
+    gallery = filled(tmp_path / "g", 4, metric)
+    with monkeypatch.context() as patched:
+        patched.setattr("pullback.retrieval.storage.Rows.read", lambda *args, **more: pytest.fail("read"))
+        gallery.add_features(["item-004"], random_features(5)[4:])
+        assert len(gallery.refresh()) == 5
+    Gallery.open(tmp_path / "g", device="cpu").remove("item-001")
+    assert len(gallery.refresh()) == 4 and gallery.add_features(["item-005"], random_features(6)[5:]).added == 1
+    assert_whole(gallery)
+
+
 @pytest.mark.parametrize("part", ["tokens", "rest"])
 def test_a_truncated_shard_names_itself_and_its_items_and_can_be_repaired(tmp_path, metric, shards_of_seven, part):
     filled(tmp_path / "g", 20, metric)

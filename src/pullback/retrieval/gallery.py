@@ -238,9 +238,10 @@ class Gallery:
 
     def refresh(self) -> Gallery:
         """Take note of what was added and removed by others since."""
-        log = self._storage.read()
+        log = self._storage.read(self._log)
         self._storage.check_lengths(log)
-        self._log, self._index = log, None
+        if log is not self._log:
+            self._log, self._index = log, None
         return self
 
     # Changing it
@@ -346,7 +347,7 @@ class Gallery:
     @contextmanager
     def _writing(self) -> Iterator[Writer]:
         """Be the only one who writes; afterwards this gallery knows what was written, also after an error."""
-        with self._storage.writer() as writer:
+        with self._storage.writer(self._log) as writer:
             try:
                 yield writer
             finally:

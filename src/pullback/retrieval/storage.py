@@ -47,6 +47,7 @@ class Log:
     lines: list[dict[str, Any]] = field(default_factory=list)  # of adding, without the columns above
     by_key: dict[str, int] = field(default_factory=dict)  # living items alone, as is the next
     by_content: dict[str, int] = field(default_factory=dict)
+    mark: tuple[int, int] | None = None  # of the file when it was read, see `Storage.mark`
 
     def __len__(self) -> int:
         """The number of items that were ever added."""
@@ -96,9 +97,12 @@ class Storage:
 
     # Reading
 
-    def read(self, *, cut: bool = False) -> Log:
-        """Read the log; ``cut`` is for the writer, who cuts off a half-written line."""
-        log, path = Log(), self.folder / LOG
+    def read(self, known: Log | None = None, *, cut: bool = False) -> Log:
+        """Read the log, or return the one that is ``known`` where nothing was written since; ``cut`` is for the
+        writer, who cuts off a half-written line."""
+        log, path = Log(mark=self.mark()), self.folder / LOG
+        if known is not None and log.mark is not None and known.mark == log.mark:
+            return known
         with naming("folder"):
             rows = Rows(path).read(cut=cut)
         for number, line in enumerate(rows, start=1):
@@ -110,6 +114,17 @@ class Storage:
                     "back from a copy, or make the gallery anew."
                 ) from None
         return log
+
+    def mark(self) -> tuple[int, int] | None:
+        """Return what tells one state of the log from a later one, None while its last line is half-written: lines are
+        only added, and a file whose last line was cut off is another one."""
+        try:
+            with open(self.folder / LOG, "rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(0, size - 1))
+                return (os.fstat(file.fileno()).st_ino, size) if file.read(1) in (b"\n", b"") else None
+        except FileNotFoundError:
+            return 0, 0
 
     def check_lengths(self, log: Log) -> None:
         """Raise an error for a shard that is shorter than the log says, and name the items that are gone."""
@@ -157,11 +172,11 @@ class Storage:
     # Writing
 
     @contextmanager
-    def writer(self, *, lenient: bool = False) -> Iterator[Writer]:
-        """Be the only one who writes, or raise an error that says who does. ``lenient``: also where shards are
-        damaged."""
+    def writer(self, known: Log | None = None, *, lenient: bool = False) -> Iterator[Writer]:
+        """Be the only one who writes, or raise an error that says who does. ``known``: as for `read`. ``lenient``: also
+        where shards are damaged."""
         with _locked(self.folder):
-            log = self.read(cut=True)
+            log = self.read(known, cut=True)
             if not lenient:
                 self.check_lengths(log)
             yield Writer(self, log)
@@ -216,6 +231,7 @@ class Writer:
     def _say(self, line: Mapping[str, Any]) -> None:
         Rows(self.storage.folder / LOG).add([line], durable=True)
         self.log.take(line)
+        self.log.mark = self.storage.mark()
 
 
 def _write_at(path: Path, offset: int, content: bytes) -> None:
