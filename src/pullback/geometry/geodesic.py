@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -190,7 +191,7 @@ def geodesic(
         one = _Paths(geometry_of(first[:1], second[:1], slice(0, 1)), segments, 0.0, num_probes, seed)
         return within_memory(one.bytes_per_pair(), first.device, MAX_PAIRS)
 
-    with torch.inference_mode(False), torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad(), matmul_precision("float32"):
         first, second = (end.clone() if end.is_inference() else end for end in (first, second))
         parts = list(in_batches(work, first, checked_batch_size(batch_size) or fitting()))
     return _joined(parts)
@@ -229,31 +230,26 @@ class _Paths:
         self.trace: Estimate | None = None
         self.eps = torch.zeros_like(self.distance)
         if floor > 0:
-            with matmul_precision("float32"):
-                self.trace = geometry.trace(num_probes, seed)
+            self.trace = geometry.trace(num_probes, seed)
             self.eps = floor * self.trace.value / self.change[0].numel()
 
     def solved(self, steps: int, rtol: float, precision: str) -> Geodesic:
         """Return the paths of least energy, starting from the straight segments."""
         start = self.change.new_zeros(len(self.change), (self.segments - 1) * self.change[0].numel())
-        with matmul_precision("float32"):
-            straight = self.measured(self.offsets(start))
+        straight = self.measured(self.offsets(start))
         if not straight.energy.isfinite().all():
             raise NumericsError("metric_or_probe: it gives NaN or infinity on the segment from first to second.")
         ends = self.geometry.ends()
         least = self.eps * self.distance.square() + (0.0 if ends is None else ends)
-        with matmul_precision(precision):
-            end = minimise(
-                self.evaluated, start, radius=self.distance, least=least, rtol=rtol, steps=steps, history=HISTORY
-            )
+        evaluate = partial(self.evaluated, precision=precision)
+        end = minimise(evaluate, start, radius=self.distance, least=least, rtol=rtol, steps=steps, history=HISTORY)
         offsets, size = self.offsets(end.point), straight
-        with matmul_precision("float32"):
-            if end.iterations.any():
-                size = self.measured(offsets)
-                lower = size.energy <= straight.energy  # else no more than the rounding of the steps
-                size = size.where(lower, straight)
-                offsets = offsets * lower.reshape(-1, *[1] * (offsets.ndim - 1))
-            outputs = self.geometry.outputs(self.times, offsets)
+        if end.iterations.any():
+            size = self.measured(offsets)
+            lower = size.energy <= straight.energy  # else no more than the rounding of the steps
+            size = size.where(lower, straight)
+            offsets = offsets * lower.reshape(-1, *[1] * (offsets.ndim - 1))
+        outputs = self.geometry.outputs(self.times, offsets)
         ends_of_path = [self.geometry.first.as_subclass(Tensor), self.geometry.second.as_subclass(Tensor)]
         inner = torch.lerp(ends_of_path[0][:, None], ends_of_path[1][:, None], self._spread(self.times)) + offsets
         return Geodesic(
@@ -277,17 +273,19 @@ class _Paths:
         nodes = z.unflatten(1, (self.segments - 1, -1))
         return torch.einsum("kj,bjn->bkn", self.whiten, nodes).unflatten(2, self.change.shape[1:])
 
-    def evaluated(self, z: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def evaluated(self, z: Tensor, rows: Tensor, precision: str = "float32") -> tuple[Tensor, Tensor]:
         """Return energies [b] and their gradients by z [b, (K - 1) n]."""
-        with torch.enable_grad():
-            leaf = z.detach().requires_grad_()
-            energy = self.segments * self.geometry.squares(rows, self.times, self.offsets(leaf)).sum(1)
+        offsets = self.offsets(z)
+        with torch.enable_grad(), matmul_precision(precision):
+            leaf = offsets.requires_grad_()
+            energy = self.segments * self.geometry.squares(rows, self.times, leaf).sum(1)
             if not energy.requires_grad:
                 raise DecoderError(
                     "metric_or_probe: expected a differentiable function of the features, got one whose result does "
                     "not depend on them. Look for .detach(), torch.no_grad() or argmax in it."
                 )
-            gradient = torch.autograd.grad(energy.sum(), leaf)[0]
+            slopes = torch.autograd.grad(energy.sum(), leaf)[0]
+        gradient = torch.einsum("jk,bjn->bkn", self.whiten, slopes.flatten(2)).flatten(1)
         eps, squared = self.eps[rows], z.square().sum(1, dtype=torch.float64)
         total = energy.detach() + eps * (self.distance[rows].square() + squared)
         return total, gradient + (2 * eps).to(z)[:, None] * z

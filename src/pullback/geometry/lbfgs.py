@@ -101,52 +101,75 @@ def _shortening(found: Tensor, value: Tensor, expected: Tensor) -> Tensor:
 
 
 class _History:
-    """The last steps s and changes of the gradient y of every problem, [history, B, n] each, in a ring of its own."""
+    """The last steps s and changes of the gradient y of every problem, in a ring of its own, with their inner products.
+
+    All vectors of the two-loop recursion are combinations of these 2m and of the gradient, so that it runs on their
+    coefficients (Chen et al. 2014), and passes over the long vectors are few: they cost more than their arithmetic.
+    """
 
     def __init__(self, like: Tensor, history: int) -> None:
-        self.steps, self.changes = (like.new_zeros(history, *like.shape) for _ in range(2))
-        self.curvature = like.new_zeros(history, len(like), dtype=torch.float64)  # s^T y, 0: nothing is known
+        self.size = history
+        self.basis = like.new_zeros(len(like), 2 * history, like.shape[1])  # the steps, then the changes
+        self.products = like.new_zeros(len(like), 2 * history, 2 * history, dtype=torch.float64)
+        self.curvature = like.new_zeros(len(like), history, dtype=torch.float64)  # s^T y, 0: nothing is known
         self.next = torch.zeros(len(like), dtype=torch.long, device=like.device)
 
     def known(self, rows: Tensor) -> Tensor:
         """Return whether anything is known of these problems."""
-        return (self.curvature[:, rows] > 0).any(0)
+        return (self.curvature[rows] > 0).any(1)
 
     def forget(self, rows: Tensor) -> None:
-        self.curvature[:, rows] = 0
+        self.curvature[rows] = 0
 
     def add(self, rows: Tensor, step: Tensor, change: Tensor) -> None:
         """Remember steps along which the gradient grew, as it does where a function is convex."""
         curvature = _dot(step, change)
         grew = curvature > torch.finfo(step.dtype).eps * _norm(step) * _norm(change)
         rows, place = rows[grew], self.next[rows[grew]]
-        self.steps[place, rows], self.changes[place, rows] = step[grew], change[grew]
-        self.curvature[place, rows] = curvature[grew]
-        self.next[rows] = (place + 1) % len(self.steps)
+        for where, vector in ((place, step[grew]), (place + self.size, change[grew])):
+            self.basis[rows, where] = vector
+            products = self._times(rows, vector)
+            self.products[rows, where] = products
+            self.products[rows, :, where] = products
+        self.curvature[rows, place] = curvature[grew]
+        self.next[rows] = (place + 1) % self.size
 
     def times_inverse_hessian(self, rows: Tensor, gradient: Tensor) -> Tensor:
         """Return H grad [b, n]."""
-        size = len(self.steps)
-        places = [(self.next[rows] - back) % size for back in range(1, size + 1)]  # the latest first
-        known = [self.curvature[place, rows] for place in places]
+        every = torch.arange(len(rows), device=rows.device)
+        places = [(self.next[rows] - back) % self.size for back in range(1, self.size + 1)]  # the latest first
+        known = [self.curvature[rows, place] for place in places]
         inverse = [torch.where(curvature > 0, 1 / curvature, 0.0) for curvature in known]
-        out, shares = gradient.clone(), []
+        with_gradient, products = self._times(rows, gradient), self.products[rows]
+        shares, of_gradient = torch.zeros_like(with_gradient), torch.ones_like(known[0])  # what the vector is made of
+
+        def times(place: Tensor) -> Tensor:
+            """Return the inner product of the vector with one of the basis."""
+            return of_gradient * with_gradient[every, place] + (shares * products[every, place]).sum(1)
+
+        removed = []
         for place, weight in zip(places, inverse, strict=True):
-            shares.append(weight * _dot(self.steps[place, rows], out))
-            out -= shares[-1].to(out)[:, None] * self.changes[place, rows]
-        latest = places[0]
-        squared = _norm(self.changes[latest, rows]).square()
-        scale = torch.where(known[0] > 0, known[0] / squared, 1.0)
-        out *= scale.to(out)[:, None]
-        for place, weight, share in zip(reversed(places), reversed(inverse), reversed(shares), strict=True):
-            back = share - weight * _dot(self.changes[place, rows], out)
-            out += back.to(out)[:, None] * self.steps[place, rows]
-        return out
+            removed.append(weight * times(place))
+            shares[every, place + self.size] -= removed[-1]
+        latest = places[0] + self.size
+        scale = torch.where(known[0] > 0, known[0] / products[every, latest, latest], 1.0)
+        shares, of_gradient = shares * scale[:, None], of_gradient * scale
+        for place, weight, share in zip(reversed(places), reversed(inverse), reversed(removed), strict=True):
+            shares[every, place] += share - weight * times(place + self.size)
+        combined = (shares.to(gradient)[:, None] @ self._of(rows))[:, 0]
+        return combined.addcmul_(of_gradient.to(gradient)[:, None], gradient)
+
+    def _times(self, rows: Tensor, vector: Tensor) -> Tensor:
+        """Return the inner products of vectors [b, n] with the basis, [b, 2m]."""
+        return (self._of(rows) @ vector[..., None])[..., 0].double()
+
+    def _of(self, rows: Tensor) -> Tensor:
+        return self.basis if len(rows) == len(self.basis) else self.basis[rows]  # rows are ascending
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
-    return (a * b).sum(-1, dtype=torch.float64)
+    return (a * b).sum(-1).double()
 
 
 def _norm(a: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(a, dim=-1, dtype=torch.float64)
+    return torch.linalg.vector_norm(a, dim=-1).double()

@@ -17,7 +17,7 @@ from pullback.checks import shown
 from pullback.errors import NumericsError, PullbackError, ShapeError, counted
 from pullback.geometry.independence import check_independence
 from pullback.operators import JacobianOperator, LowRankMetric, ProductCount, differentiable_attention
-from pullback.operators.execution import matmul_precision, round_off_of
+from pullback.operators.execution import round_off_of
 from pullback.operators.linearization import flat_output
 from pullback.probes import between
 from pullback.randnla import Estimate, Streams, hutchinson
@@ -94,8 +94,7 @@ class _Pullback:
     def __init__(self, function: Callable[[Tensor], Tensor], first: Tensor, second: Tensor) -> None:
         self.function, self.first, self.second = function, first, second
         self.forwards, self.products = 2 * len(first), ProductCount()
-        with matmul_precision("float32"):
-            outputs = [function(between(first, second, t)) for t in (0.0, 1.0)]
+        outputs = [function(between(first, second, t)) for t in (0.0, 1.0)]
         self._shape = outputs[0].shape[1:] if isinstance(outputs[0], Tensor) else ()
         self._ends = [flat_output(output, len(first)) for output in outputs]
         for name, output in zip(("first", "second"), self._ends, strict=True):
