@@ -95,7 +95,10 @@ class Records:
 
     def __getitem__(self, rows: slice | Tensor) -> Records:
         """Return the items in these rows: views of them for a slice."""
-        return Records(self.form, self.tokens[rows], self.rest[rows])
+        if isinstance(rows, slice):
+            return Records(self.form, self.tokens[rows], self.rest[rows])
+        # four times as fast as indexing, which copies number by number
+        return Records(self.form, self.tokens.index_select(0, rows), self.rest.index_select(0, rows))
 
     @classmethod
     def join(cls, parts: Sequence[Records]) -> Records:
@@ -117,23 +120,27 @@ class Records:
     @property
     def aggregates(self) -> Tensor:
         """a [n, k] in float32."""
-        start = self.form.tokens  # a copy, since a float32 may not begin at an odd place
-        return (
-            self.rest[:, start : start + 2 * self.form.rank]
-            .clone(memory_format=torch.contiguous_format)
-            .view(torch.float32)
-        )
+        return _float32(self.rest[:, self.form.tokens :][:, : 2 * self.form.rank])
 
     def items(self) -> MetricItems:
         """Return what distances need, as it was packed."""
         projected = self.tokens.view(len(self), self.form.rank, self.form.tokens).mT
         return MetricItems(projected, self.weights, self.aggregates)
 
-    def sketch(self) -> MetricItems:
-        """Return the sketches in float32."""
-        sketched, start = len(self.form.scales), self.form.tokens + 2 * self.form.rank
-        projected, weights = self.rest[:, start:].float().split([sketched * self.form.rank, sketched], 1)
-        return MetricItems(projected.unflatten(1, (sketched, self.form.rank)), weights, self.aggregates)
+    def sketch(self, rows: Tensor | None = None) -> MetricItems:
+        """Return the sketches of all items, or of those in these rows, in float32."""
+        words = self.rest[:, self.form.tokens :]
+        words = words if rows is None else words.index_select(0, rows)
+        sketched, aggregates = len(self.form.scales), 2 * self.form.rank
+        projected, weights = words[:, aggregates:].float().split([sketched * self.form.rank, sketched], 1)
+        unflat = projected.unflatten(1, (sketched, self.form.rank))
+        return MetricItems(unflat, weights, _float32(words[:, :aggregates]))
 
     def to(self, device: torch.device) -> Records:
         return Records(self.form, self.tokens.to(device), self.rest.to(device))
+
+
+def _float32(words: Tensor) -> Tensor:
+    """Return the float32 numbers [n, k] behind pairs of words [n, 2 k]."""
+    plain = words.clone(memory_format=torch.contiguous_format)  # a float32 may not begin at an odd place
+    return plain.view(torch.float32)

@@ -25,7 +25,7 @@ order of adding: an image is at distance 0 from its stored self, and comes first
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -110,8 +110,8 @@ class Index:
         near = self.nearest(self.form.embedding(sketches), min(len(self), WIDER * count))
         for number in range(len(queries)):
             query, rows = queries[number : number + 1], near[number].sort().values
-            brief = self._take(rows, sketched=True).sketch()
-            distances = pairwise_distances(_on_device(sketches[number : number + 1], self.device), brief)[0]
+            query_sketch = _on_device(sketches[number : number + 1], self.device)
+            distances = pairwise_distances(query_sketch, self._sketches(rows))[0]
             rows = rows[distances.topk(count, largest=False, sorted=False).indices.to(rows.device)].sort().values
             distances = distances_to(query, self._take(rows), self.device)[0]
             limit = distances.topk(k, largest=False).values[-1] + _rounding(query).to(distances.device)
@@ -143,18 +143,21 @@ class Index:
         order = torch.cat(parts).sort(stable=True)
         return rows[order.indices[:k].to(rows.device)].cpu(), order.values[:k].float().cpu()
 
-    def _take(self, rows: Tensor, *, sketched: bool = False) -> Records:
-        """Return the items of these rows, which are sorted, where distances are computed; without tokens where
-        sketches are asked for."""
+    def _take(self, rows: Tensor) -> Records:
+        """Return the items of these rows, which are sorted, where distances are computed."""
+        return Records.join([block[inside] for block, inside in self._places(rows)]).to(self.device)
+
+    def _sketches(self, rows: Tensor) -> MetricItems:
+        """Return the sketches of these rows, which are sorted, where distances are computed."""
+        return _on_device(MetricItems.join([block.sketch(inside) for block, inside in self._places(rows)]), self.device)
+
+    def _places(self, rows: Tensor) -> Iterator[tuple[Records, Tensor]]:
+        """Iterate over the blocks that hold these rows, which are sorted, with the rows inside each of them."""
         starts = torch.tensor([0, *map(len, self.blocks)]).cumsum(0)
-        places = torch.searchsorted(rows.cpu(), starts).tolist()
-        parts = []
+        places = torch.searchsorted(rows.cpu().contiguous(), starts).tolist()
         for block, start, first, last in zip(self.blocks, starts.tolist(), places[:-1], places[1:], strict=False):
             if first < last:
-                inside = (rows[first:last] - start).to(block.rest.device)
-                tokens = block.tokens[:0] if sketched else block.tokens[inside]
-                parts.append(Records(self.form, tokens, block.rest[inside]))
-        return Records.join(parts).to(self.device)
+                yield block, (rows[first:last] - start).to(block.rest.device)
 
 
 def distances_to(queries: MetricItems, items: Records, device: torch.device) -> Tensor:
@@ -174,7 +177,8 @@ def distances_to(queries: MetricItems, items: Records, device: torch.device) -> 
             there = (plain @ weights).view(len(part), rank, -1) - own.mT  # [n, k, Q]
             back = (part.weights.to(device).float() @ projected).view(len(part), -1, rank)  # [n, Q, k]
             back = part.aggregates.to(device)[:, None] - back
-            both = torch.linalg.vector_norm(there, dim=1) + torch.linalg.vector_norm(back, dim=2)
+            # not vector_norm, which over an axis in the middle takes half as long as the product itself
+            both = there.square_().sum(1).sqrt_() + back.square_().sum(2).sqrt_()
             found[:, start : start + step] = both.mT / 2
     return found
 
