@@ -27,6 +27,7 @@ from measured import (
     learning,
     overview,
     pruning,
+    retrieval,
     theorem,
     vggt,
 )
@@ -40,6 +41,7 @@ SUBJECTS = (
     bottleneck_spn,
     bottleneck_uses,
     pruning,
+    retrieval,
     theorem,
     vggt,
     embedded,

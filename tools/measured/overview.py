@@ -6,6 +6,8 @@ from .common import RESULTS, UNCOMMITTED, digits, facts, joined, pm, power, read
 from .geometry import EXACT
 from .learning import CLS, DROPOUT, REFINED, rho
 from .pruning import HEADS, cls_file, rules
+from .retrieval import METHODS, best_of, cell
+from .retrieval import RESULT as RETRIEVAL
 from .vggt import VIEWS
 
 MARK = "†"
@@ -17,7 +19,7 @@ def marked(text: str, *names: str) -> str:
 
 
 def headline() -> str:
-    rows = [*geometry_rows(), *learning_rows(), *pruning_rows(), *vggt_rows()]
+    rows = [*geometry_rows(), *learning_rows(), *retrieval_rows(), *pruning_rows(), *vggt_rows()]
     header = ["what", "result", "compared with", "measured on"]
     notes = [f"{MARK} from a result file that was made from an uncommitted tree."] if MARK in str(rows) else []
     return joined(table(header, rows), *notes)
@@ -78,6 +80,18 @@ def learning_rows() -> list[list[str]]:
         ]
         for layer, size, found, known in values
     ]
+
+
+def retrieval_rows() -> list[list[str]]:
+    found = []
+    for case, layer, name in (("depth", 10, "DINOv2-S depth"), ("scenes", 8, "`tiny-scenes` depth")):
+        part = next(iter(cell(case, layer)["sets"].values()))
+        best = best_of(part)
+        rho = {method: part["methods"][method]["spearman_pairs"] for method in ("drm", best)}
+        others = f"{rho[best]:.3f}, {METHODS[best]}"
+        what = f"ρ of learned distances with the decoder's own, L{layer}"
+        found.append([what, marked(f"{rho['drm']:.3f}", RETRIEVAL), others, f"{name}, {part['images']} unseen images"])
+    return found
 
 
 def pruning_rows() -> list[list[str]]:

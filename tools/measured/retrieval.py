@@ -1,0 +1,393 @@
+"""Distances from features against the decoder's own: the learned metric, baselines, and the line under the Jacobian."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .common import digits, joined, read, said, source, span, table
+
+RESULT, DEEPER = "retrieval_cuda.json", "retrieval_rounds3_cuda.json"
+BASELINES = ("l2", "cls-cosine", "mean-cosine")
+METHODS = {
+    "l2": "L2 of all tokens",
+    "cls-cosine": "cosine of class tokens",
+    "mean-cosine": "cosine of mean patches",
+    "constant": "constant metric ḡ",
+    "drm": "DRM",
+}
+CASES = {"saliency": "saliency", "depth": "depth, DINOv2-S", "scenes": "depth, `tiny-scenes`"}
+SETS = {
+    "heldout": "ImageNet-val",
+    "rgbd": "RGB-D frames",
+    "sketch": "sketches",
+    "held-out scenes": "held-out scenes",
+    "shifted scenes": "shifted scenes",
+}
+# tab:depth_retrieval_indist and tab:depth_retrieval_cross of the paper: rho, tau, MAE, RMSE
+PAPER_IN = {
+    "l2": (0.223, 0.153, 11.43, 11.55),
+    "cls-cosine": (0.206, 0.139, 0.677, 0.805),
+    "drm": (0.783, 0.581, 0.233, 0.289),
+}
+PAPER_ACROSS = {
+    "l2": (0.266, 0.178, 7.77, 7.90),
+    "cls-cosine": (0.338, 0.229, 0.627, 0.707),
+    "drm": (0.457, 0.312, 0.246, 0.310),
+}
+
+
+def cells(name: str = RESULT) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = read(name)["cells"]
+    return found
+
+
+def cell(case: str, layer: int, name: str = RESULT) -> dict[str, Any]:
+    return next(found for found in cells(name) if (found["case"], found["layer"]) == (case, layer))
+
+
+def title(found: dict[str, Any]) -> str:
+    return f"{CASES[found['case']]}, L{found['layer']}"
+
+
+def own_set(found: dict[str, Any]) -> str:
+    return next(iter(found["sets"]))
+
+
+def best_of(part: dict[str, Any]) -> str:
+    """The best baseline over all pairs."""
+    return max(BASELINES, key=lambda name: part["methods"][name]["spearman_pairs"])
+
+
+def interval(scores: dict[str, float], name: str = "spearman", places: int = 3) -> str:
+    return f"{scores[name]:.{places}f} ({scores[f'{name}_low']:.{places}f} to {scores[f'{name}_high']:.{places}f})"
+
+
+# The paper's tables
+
+
+def paper() -> str:
+    found = cell("depth", 10)
+    return joined(
+        "In distribution (ImageNet-val), beside the paper's `tab:depth_retrieval_indist`:",
+        _in_the_papers_form(found, "heldout", PAPER_IN),
+        "Across data (RGB-D frames of rooms), beside its `tab:depth_retrieval_cross`:",
+        _in_the_papers_form(found, "rgbd", PAPER_ACROSS),
+        source(RESULT),
+    )
+
+
+def _in_the_papers_form(found: dict[str, Any], part: str, known: dict[str, tuple[float, ...]]) -> str:
+    header = ["method", "ρ", "paper", "τ", "paper", "MAE", "paper", "RMSE", "paper", "MAE, scaled", "MAE, monotone"]
+    rows = []
+    for name, shown in METHODS.items():
+        scores, theirs = found["sets"][part]["methods"][name], known.get(name, ("–",) * 4)
+        cells_of = [shown]
+        for measure, paper_value in zip(("spearman", "kendall", "mae", "rmse"), theirs, strict=True):
+            cells_of += [digits(scores[measure]), str(paper_value)]
+        rows.append([*cells_of, digits(scores["mae_scaled"]), digits(scores["mae_monotone"])])
+    return table(header, rows)
+
+
+# All cells
+
+
+def overview() -> str:
+    header = ["decoder, layer", "pictures", "best baseline", "its ρ", "ḡ", "DRM", "DRM, query by query", "ahead by"]
+    rows = []
+    for found in cells():
+        for number, (name, part) in enumerate(found["sets"].items()):
+            best, methods, ahead = best_of(part), part["methods"], part["ahead_of_it"]
+            values = (methods[best]["spearman_pairs"], methods["constant"]["spearman_pairs"])
+            rows.append(
+                [
+                    "" if number else title(found),
+                    SETS[name] + ("" if number else " (own)"),
+                    METHODS[best],
+                    *(f"{value:.3f}" for value in values),
+                    f"**{methods['drm']['spearman_pairs']:.3f}**",
+                    interval(methods["drm"]),
+                    f"{ahead['difference']:+.3f} ({ahead['low']:+.3f} to {ahead['high']:+.3f})".replace("-", "−"),
+                ]
+            )
+    return joined(table(header, rows), source(RESULT), *_verdicts())
+
+
+def halved(found: dict[str, Any]) -> bool:
+    part = found["sets"][own_set(found)]
+    left = {name: 1 - part["methods"][name]["spearman_pairs"] for name in ("drm", best_of(part))}
+    return left["drm"] <= left[best_of(part)] / 2
+
+
+def _verdicts() -> list[Any]:
+    all_cells = cells()
+    done = [found for found in all_cells if halved(found)]
+    missed = [found for found in all_cells if not halved(found)]
+    others = [(found, name, part) for found in all_cells for name, part in list(found["sets"].items())[1:]]
+    ahead = [part for _, _, part in others if part["ahead_of_it"]["low"] > 0]
+    not_ahead = [(found, name) for found, name, part in others if not part["ahead_of_it"]["low"] > 0]
+    behind = [(found, name) for found, name, part in others if part["ahead_of_it"]["high"] < 0]
+    worst = {title(found): found["sets"][own_set(found)]["methods"]["drm"]["spearman_pairs"] for found in missed}
+    named = ", ".join(f"{title(found)} on {SETS[name]}" for found, name in not_ahead)
+    held = cell("depth", 4, DEEPER)
+    deep, plain = (found["sets"]["heldout"]["methods"]["drm"]["spearman_pairs"] for found in (held, cell("depth", 4)))
+    gap = {
+        layer: (
+            cell("saliency", layer)["training"]["rho_pairs"],
+            cell("saliency", layer)["sets"]["heldout"]["methods"]["drm"]["spearman_pairs"],
+        )
+        for layer in (4, 8, 10)
+    }
+    return [
+        [
+            said(
+                len(done) == 7 and {found["layer"] for found in missed} == {4},
+                f"In distribution, 1 − ρ over all pairs is at most half of the best baseline's in {len(done)} of "
+                f"{len(all_cells)} cells. It is not at L4 on photographs: "
+                + ", ".join(f"{name} {value:.3f}" for name, value in worst.items())
+                + ".",
+            ),
+            said(
+                all(found["sets"][own_set(found)]["ahead_of_it"]["low"] > 0 for found in all_cells),
+                "In distribution it is ahead of the best baseline in every cell, outside the interval over queries.",
+            ),
+            said(
+                len(not_ahead) == 5 and all(found["layer"] == 4 or name == "sketch" for found, name in not_ahead),
+                f"Across data it is ahead outside the interval in {len(ahead)} of {len(others)} cases. It is not for "
+                f"{named}; for {len(behind)} of these it is behind.",
+            ),
+            said(
+                deep - plain < 0.05,
+                f"At L4 a head of three rounds in place of one gives {deep:.3f} for {plain:.3f} (depth, in "
+                "distribution): more rounds alone do not bring it.",
+            ),
+            said(
+                all(abs(validation - test) < 0.04 for validation, test in gap.values()),
+                "Pictures set aside in training say the same as the held-out ones (saliency: "
+                + ", ".join(f"L{layer} {a:.3f} and {b:.3f}" for layer, (a, b) in gap.items())
+                + "), so it is not the choice of the best step that flatters it.",
+            ),
+        ]
+    ]
+
+
+# The line under the true Jacobian
+
+
+def lines() -> str:
+    header = ["decoder, layer", "DRM", "energy, 8 points", "transport", "µs a pair: DRM", "energy", "transport"]
+    rows, ratios, means, better, failed = [], [], [], 0, 0
+    for found in cells():
+        sample = found["sets"][own_set(found)]["sample"]
+        methods, times = sample["methods"], sample["milliseconds_per_pair"]
+        ratios.append(times["energy"] / times["drm"])
+        means.append({name: methods[name]["spearman"] for name in ("drm", "energy")})
+        better += methods["drm"]["spearman_low"] > methods["energy"]["spearman_high"]
+        failed += "transport" not in methods
+        transport = interval(methods["transport"], places=2) if "transport" in methods else "did not converge"
+        rows.append(
+            [
+                title(found),
+                interval(methods["drm"], places=2),
+                interval(methods["energy"], places=2),
+                transport,
+                *(digits(1e3 * times[name]) for name in ("drm", "energy", "transport")),
+            ]
+        )
+    first = cells()[0]["sets"]["heldout"]["sample"]
+    return joined(
+        table(header, rows),
+        source(RESULT),
+        f"ρ of {first['queries']} queries with {first['items']} other pictures each, mean and interval over queries. "
+        "Times are of batches on one GPU that several processes shared; DRM's holds the query's own head.",
+        [
+            said(
+                min(ratios) > 100,
+                f"The energy takes {min(ratios):,.0f} to {max(ratios):,.0f} times as long as the learned distance.",
+            ),
+            said(
+                better >= 7 and all(rho["drm"] > rho["energy"] for rho in means),
+                "It is no ceiling: the learned distance orders pictures better in every cell, and outside the "
+                f"intervals in {better} of {len(rows)}. The energy counts every turn that the output takes on the way, "
+                "the decoder's own distance the ends alone.",
+            ),
+            said(
+                failed > 0, f"Transport did not converge for some pairs in {failed} of {len(rows)} cells, and says so."
+            ),
+        ],
+    )
+
+
+# Galleries
+
+ON_CPU, ON_GPU, KILLS = "gallery_cpu.json", "gallery_cuda.json", "gallery_crash_cpu.json"
+
+
+def gallery() -> str:
+    stored, kills = {name: read(name) for name in (ON_CPU, ON_GPU)}, read(KILLS)
+    header = ["items", "search", "ms, one query", "ms a query of 32", "times faster than exact", "of 32", "recall@10"]
+    rows = []
+    for file, found in stored.items():
+        exact = found["exact"]
+        where = f"{found['items']:,} on {'two CPU cores' if found['options']['device'] == 'cpu' else 'an H200'}"
+        rows.append([where, "exact", digits(exact["ms_1"]), digits(exact["ms_32"]), "1", "1", "1"])
+        for row in found["by_candidates"]:
+            usual = row["default"] and file == ON_CPU  # the other file was made with other defaults
+            name = f"{row['candidates']} candidates{', the default' if usual else ''}"
+            times = [digits(row[key]) for key in ("ms_1", "ms_32")]
+            faster = [digits(row[key]) for key in ("faster_1", "faster_32")]
+            rows.append(["", name, *times, *faster, f"{row['recall']:.4f} ± {row['recall_se']:.4f}"])
+    cpu, gpu = stored.values()
+    reached = [row for row in cpu["by_candidates"] if row["recall"] >= 0.99]
+    best = max((row["faster_1"] for row in reached), default=0.0)
+    return joined(
+        table(header, rows),
+        source(ON_CPU, ON_GPU, KILLS),
+        "Items are mixtures of the tokens of real images plus noise; queries are more of the same, not in the gallery.",
+        [
+            said(
+                cpu["loop"]["slower_1"] > 1,
+                f"A loop over pairs, timed on {cpu['loop']['pairs']:,} of them, takes "
+                f"{cpu['loop']['slower_1']:.0f} times as long as exact search on the CPU for one query, "
+                f"{cpu['loop']['slower_32']:.0f} times in a batch of 32.",
+            ),
+            said(
+                cpu["items"] == 100_000,
+                f"An item takes {cpu['bytes_per_item']:,} bytes ({cpu['tokens']} tokens, k = {cpu['metric']['rank']}).",
+            ),
+            said(
+                *(
+                    (
+                        True,
+                        f"At a recall@10 of 0.99 or more, candidates are up to {best:.0f} times faster for one query on the CPU.",
+                    )
+                    if reached
+                    else (
+                        all(row["recall"] < 0.99 for row in cpu["by_candidates"]),
+                        "No number of candidates that was tried reaches a recall@10 of 0.99 on the CPU.",
+                    )
+                )
+            ),
+            said(
+                all(row["recall"] < 0.99 for row in gpu["by_candidates"]),
+                f"A million items take {gpu['memory']['held_gb']:.1f} GB of an H200, and "
+                f"{gpu['memory']['search_gb']:.1f} GB more while 32 queries are searched. Exact search is quick there; "
+                "the candidates that were tried miss too many of a million near mixtures of "
+                f"{gpu['real_images']} images.",
+            ),
+            said(
+                kills["lost"] == kills["twice"] == kills["wrong"] == 0,
+                f"{kills['kills']} kills at random moments of adding: {kills['lost']} items lost, {kills['twice']} "
+                f"there twice, {kills['wrong']} wrong (`python tools/crash_gallery.py`).",
+            ),
+        ],
+    )
+
+
+# Geodesics
+
+GEODESICS = "geodesics_cuda.json"
+PROBES = {"cls": "class token, DINOv2-S", "saliency": "saliency", "scenes": "depth, `tiny-scenes`"}
+
+
+def geodesics() -> str:
+    header = [
+        "output, layer",
+        "floor",
+        "energy of the straight segment over the path's",
+        "length over the outputs' distance: straight",
+        "path",
+        "path, by chords",
+        "ρ straight, path",
+        "ρ straight, outputs",
+        "converged",
+    ]
+    stored = read(GEODESICS)["cases"]
+    rows = []
+    for name, found in stored.items():
+        probe, layer = name.partition(",")[0].split("-L")
+        over, rho = found["over_outputs"], found["spearman"]
+        energy = found["ratio"]["energy"]
+        rows.append(
+            [
+                f"{PROBES[probe]}, L{int(layer)}",
+                f"{found['floor']:g}",
+                f"{energy['mean']:.2f} ± {energy['se']:.2f}",
+                *(f"{over[key]['mean']:.2f}" for key in ("straight", "geodesic", "geodesic, chords")),
+                f"{rho['straight, geodesic']:.2f}",
+                f"{rho['straight, outputs']:.2f}",
+                f"{found['converged']:.0%}",
+            ]
+        )
+    none = [found for found in stored.values() if found["floor"] == 0]
+    late = {name: found for name, found in stored.items() if "-L10" in name and found["floor"] == 0}
+    floors = {
+        probe: [found["ratio"]["energy"]["mean"] for name, found in stored.items() if name.startswith(f"{probe}-L10")]
+        for probe in PROBES
+    }
+    pairs = next(iter(stored.values()))["settings"]
+    wanted = [(probe, layer, floor) for probe in PROBES for layer in (3, 6, 10) for floor in (0, 1e-3, 1e-1)]
+    absent = [part for part in wanted if f"{part[0]}-L{part[1]:02d}, floor {part[2]:g}" not in stored]
+    missing = dict.fromkeys(f"{PROBES[probe]} at L{layer}" for probe, layer, _ in absent)
+    return joined(
+        table(header, rows),
+        source(GEODESICS),
+        f"{pairs['pairs']} pairs of {pairs['held_out']} held-out images, {pairs['segments']} segments, at most "
+        f"{pairs['steps']} gradients a pair; mean ± standard error over pairs. "
+        "Where few have converged, the true ratio is larger: the paths still had energy to lose."
+        + (f" Not measured, or not with every floor: {', '.join(missing)}." if missing else ""),
+        [
+            said(
+                all(found["ratio"]["energy"]["mean"] > 1.3 for found in none),
+                "The straight segment is no geodesic in any case: its energy is "
+                + span((found["ratio"]["energy"]["mean"] for found in none), 1)
+                + " times that of the path that was found, and its length "
+                + span((found["over_outputs"]["straight"]["mean"] for found in none), 1)
+                + " times the distance of the outputs, below which no path can be.",
+            ),
+            said(
+                all(found["over_outputs"]["geodesic, chords"]["mean"] < 1.2 for found in none),
+                "By the outputs at its nodes the path is nearly straight in the space of outputs ("
+                + span(found["over_outputs"]["geodesic, chords"]["mean"] for found in none)
+                + "); between the nodes it is longer ("
+                + span(found["over_outputs"]["geodesic"]["mean"] for found in none)
+                + "), which more segments would see.",
+            ),
+            said(
+                all(found["spearman"]["straight, geodesic"] > found["spearman"]["straight, outputs"] for found in none),
+                "Order suffers less than length: over pairs, lengths of segment and path agree with ρ "
+                + span(found["spearman"]["straight, geodesic"] for found in none)
+                + ", lengths of the segment and distances of the outputs with "
+                + span(found["spearman"]["straight, outputs"] for found in none)
+                + ".",
+            ),
+            said(
+                all(max(values) - min(values) < 0.15 * max(values) for values in floors.values()) and len(late) == 3,
+                "A floor of up to a tenth of the mean eigenvalue changes little at L10.",
+            ),
+        ],
+    )
+
+
+def card() -> str:
+    """What the metric of `tiny-scenes` that ships does."""
+    found = cell("scenes", 8)
+    rows = []
+    for name, part in found["sets"].items():
+        best = best_of(part)
+        for method in ("drm", "constant", best):
+            scores = part["methods"][method]
+            label = METHODS[method] + (", the best baseline" if method == best else "")
+            rows.append([SETS[name], label, f"{scores['spearman_pairs']:.3f}", interval(scores), digits(scores["mae"])])
+    return joined(
+        table(["200 scenes each", "distance", "ρ over all pairs", "ρ query by query", "MAE"], rows), source(RESULT)
+    )
+
+
+BLOCKS = {
+    "tiny-scenes-drm-card": card,
+    "retrieval-paper": paper,
+    "retrieval-overview": overview,
+    "retrieval-lines": lines,
+    "gallery": gallery,
+    "geodesics": geodesics,
+}
