@@ -179,7 +179,7 @@ def looked(folder: Path, whole: Gallery, before: list[str], done: int, outcome: 
         same = whole.index.items(torch.tensor([order.index(key) for key in keys]))
         found = gallery.index.exact(gallery.index.items(rows), 1)
         outcome.count("wrong", [key for key, own in zip(keys, found.distances[:, 0].tolist(), strict=True) if own])
-        apart = torch.cat([distances_to(same, block, CPU) for block in gallery.index.blocks], 1)
+        apart = torch.cat([distances_to(same, block.columns(), CPU) for block in gallery.index.blocks], 1)
         limit = 1e-2 * apart.median()
         outcome.count("wrong", [key for key, far in zip(keys, (apart.diag() > limit).tolist(), strict=True) if far])
     return keys

@@ -25,6 +25,16 @@ def small_metric(seed: int = 0, rank: int = RANK) -> DistilledMetric:
     return DistilledMetric(DIM, rank, width=8, heads=2).start_from(features).measure_constant([features]).eval()
 
 
+def moody_metric() -> DistilledMetric:
+    """A metric whose weights differ a lot from image to image, which candidates have a hard time with."""
+    metric, features = small_metric(), random_features(64)
+    with torch.no_grad():
+        for parameter in metric.head.parameters():
+            parameter.mul_(2)
+        metric.level.copy_(metric.head(features).mean())
+    return metric.measure_constant([features])
+
+
 def metric_of_scenes(layer: int = 6) -> DistilledMetric:
     """A metric on features of tiny-scenes that knows what it is for."""
     probe = pb.load_probe("tiny-scenes", layer=layer, device="cpu")

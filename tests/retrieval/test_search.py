@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import pullback as pb
-from helpers.galleries import DIM, TOKENS, filled, names, random_features, small_metric
+from helpers.galleries import DIM, TOKENS, filled, moody_metric, names, random_features, small_metric
 from pullback.errors import NumericsError, PullbackError, ShapeError
 from pullback.learning.distilled_metric import MetricItems, pairwise_distances
 from pullback.retrieval import gallery as galleries
@@ -59,7 +59,7 @@ def test_exact_search_finds_what_all_pairs_in_float64_say(tmp_path, metric, shar
 def test_a_scan_is_all_pairs_up_to_the_rounding_of_float32(tmp_path, metric, shards_of_seven):
     gallery = filled(tmp_path / "g", metric=metric)
     queries = metric(random_features(3, seed=1)).half()
-    found = [distances_to(queries, block, torch.device("cpu")) for block in gallery.index.blocks]
+    found = [distances_to(queries, block.columns(), torch.device("cpu")) for block in gallery.index.blocks]
     assert [part.shape[1] for part in found] == [7, 7, 7, 7, 2]
     expected = truth(metric, random_features(3, seed=1), random_features(30))
     size = expected.max()
@@ -106,6 +106,7 @@ def test_candidates_are_found_with_and_without_faiss(tmp_path, metric, monkeypat
     found = gallery.search(queries, k=4, method="candidates", candidates=27)  # all of them
     assert found.method == "candidates" and found.compared == 27
     assert found.keys == exact.keys and torch.equal(found.distances, exact.distances)
+    monkeypatch.setattr(searching, "SURE", 1)  # never more than asked for
     fewer = gallery.search(queries, k=4, method="candidates", candidates=6)
     assert fewer.compared == 6
     hits = [len(set(one) & set(other)) for one, other in zip(fewer.keys, exact.keys, strict=True)]
@@ -113,13 +114,44 @@ def test_candidates_are_found_with_and_without_faiss(tmp_path, metric, monkeypat
     assert not set(names(3, start=6)) & {key for best in (*fewer.keys, *found.keys) for key in best}
 
 
-def test_nearest_embeddings_are_the_same_with_faiss_and_with_torch():
+def test_more_is_looked_at_where_the_best_are_not_well_inside(tmp_path, monkeypatch):
+    monkeypatch.setattr(records, "SKETCHED", 1)  # a poor sketch, so that it takes many
+    monkeypatch.setattr(searching, "WIDER", 1)
+    gallery = filled(tmp_path / "g", 120, moody_metric())
+    queries = random_features(40, seed=1)
+    exact = gallery.search(queries, k=4, method="exact")
+
+    def hits(sure):
+        monkeypatch.setattr(searching, "SURE", sure)
+        found = gallery.search(queries, k=4, method="candidates", candidates=8)
+        shared = [len(set(one) & set(other)) for one, other in zip(found.keys, exact.keys, strict=True)]
+        return sum(shared) / (4 * 40), found.compared
+
+    (once, looked), (sure, more) = hits(1), hits(4)
+    assert looked == 8 < more and sure > once
+    assert hits(10**9) == (1.0, 120)  # nothing is sure: everything is looked at
+
+
+@pytest.mark.parametrize("count", [50, 12_000])
+def test_nearest_embeddings_are_the_same_with_faiss_and_with_torch(count):
+    """From 10,000 on FAISS looks into some of its cells alone, so it may miss a few."""
     pytest.importorskip("faiss", reason="faiss is not installed (the extra pullback[retrieval])")
-    embedded, queries, kept = torch.randn(50, 6), torch.randn(9, 6), torch.arange(100, 150)
-    parts = [build(embedded, kept)(queries, 5) for build in (searching._nearest_by_faiss, searching._nearest_by_torch)]
-    expected = torch.cdist(queries, embedded).topk(5, largest=False).indices + 100
-    for found in parts:
-        assert torch.equal(found.sort().values, expected.sort().values)
+    draw = torch.Generator().manual_seed(0)
+    embedded, queries = torch.randn(count, 4, generator=draw), torch.randn(9, 4, generator=draw)
+    kept = torch.arange(100, 100 + count)
+    distances = torch.cdist(queries.double(), embedded.double())
+    by_faiss, by_torch = (build(embedded, kept) for build in (searching._nearest_by_faiss, searching._nearest_by_torch))
+    for wanted in (5, count // 2, count):
+        expected = distances.topk(wanted, largest=False)
+        assert torch.equal(by_torch(queries, wanted).sort().values, expected.indices.sort().values + 100)
+        found = by_faiss(queries, wanted) - 100
+        shares = [
+            len(set(one.tolist()) & set(other.tolist())) / wanted
+            for one, other in zip(found, expected.indices, strict=True)
+        ]
+        assert min(shares) > 0.9 and (count > 1000 or min(shares) == 1)
+        gathered = distances.gather(1, found)
+        assert (gathered.diff() >= -1e-5).all(), "nearest first"
 
 
 def test_a_sketch_with_all_eigenvectors_is_the_item(metric):
@@ -127,7 +159,8 @@ def test_a_sketch_with_all_eigenvectors_is_the_item(metric):
     assert form.tokens == TOKENS == len(form.scales)  # fewer tokens than a sketch may have
     items = metric(random_features(5)).half()
     sketched = form.sketch_of(items)
-    one = pairwise_distances(sketched, sketched)
+    plain = MetricItems(sketched.projected.float(), sketched.weights.float(), sketched.aggregates)
+    one = pairwise_distances(plain, plain)
     expected = truth(metric, random_features(5), random_features(5)).float()
     off = ~torch.eye(5, dtype=torch.bool)
     torch.testing.assert_close(one[off], expected[off], rtol=2e-3, atol=0)
@@ -153,9 +186,10 @@ def test_large_galleries_take_candidates_by_themselves_and_say_so(tmp_path, metr
     assert gallery.search(random_features(1), k=1).method == "exact"
 
 
-def test_recall_counts_what_candidates_find_of_the_nearest_other_items(tmp_path, metric, monkeypatch):
+def test_recall_counts_what_candidates_find_of_the_nearest_other_items(tmp_path, monkeypatch):
     monkeypatch.setattr(records, "SKETCHED", 1)
-    gallery = filled(tmp_path / "g", 60, metric)
+    monkeypatch.setattr(searching, "SURE", 1)
+    gallery = filled(tmp_path / "g", 60, moody_metric())
     everything = gallery.recall(k=5, queries=20, candidates=60)
     assert (everything.recall, everything.recall_se, everything.queries) == (1.0, 0.0, 20)
     few = gallery.recall(k=5, queries=60, candidates=6)

@@ -81,7 +81,7 @@ class Matches:
     distances: Tensor  # [Q, k], ascending
     places: list[list[str | None]]  # the files they were read from
     method: str  # exact, candidates or transport
-    compared: int  # items whose distance was computed, for each query
+    compared: int  # items whose exact distance was computed, for each query on average
     seconds: float  # of searching alone
 
 
@@ -365,7 +365,7 @@ class Gallery:
         (`recall` says what is lost); "transport" moves the tokens of one image onto the other's, wherever they are
         in the picture, and is for at most 2,000 items. "auto" takes candidates from 100,000 items on, on a CPU if FAISS
         is installed (the extra pullback[retrieval]), and else is exact; `Matches.method` says which it was.
-        ``candidates``: how many are compared exactly, by default 25 for each result.
+        ``candidates``: how many are compared exactly, by default 40 for each result.
         """
         whole_number("k", k)
         if method not in METHODS:
@@ -407,7 +407,7 @@ class Gallery:
 
         blocks, removed = self.index.blocks, self.index.removed
         rows = torch.tensor([row for row in range(sum(map(len, blocks))) if row not in set(removed.tolist())])
-        stored = Records.join([block.to(self.device) for block in blocks])[rows.to(self.device)].items()
+        stored = self.index.items(rows)
         distances = transport_distances(_float(queries, self.device), _float(stored, self.device))
         best = distances.cpu().sort(dim=1, stable=True)
         k = min(k, len(rows))

@@ -6,7 +6,7 @@ eigenvectors V [N, m] of E[h h^T], which is what the constant metric is made of,
 
     Z = V^T x  [m, k],   c = V^T h  [m],       h(F_1) . x(F_2) = c(F_1) . Z(F_2)  up to what V leaves out of h
 
-so that `pairwise_distances` of (Z, c, a) in place of (x, h, a) costs m / N of the exact ones. Rows of Z, weighted by
+so that distances of (Z, c, a) in place of (x, h, a) cost m / N of the exact ones. Rows of Z, weighted by
 the square roots of their eigenvalues, are an embedding whose Euclidean distances are those of the constant metric
 (`DistilledMetric.embed`), and the first of them hold most of it.
 """
@@ -22,8 +22,8 @@ from torch import Tensor
 from pullback.errors import PullbackError, ShapeError
 from pullback.learning.distilled_metric import DistilledMetric, MetricItems
 
-SKETCHED = 16
-"""Eigenvectors in a sketch: with 16 of 257 it takes 7 % of an item."""
+SKETCHED = 24
+"""Eigenvectors in a sketch: with 24 of 257 tokens it takes a tenth of an item."""
 EMBEDDED = 32
 """Numbers in an embedding, or a little more, so that these are whole rows of Z."""
 
@@ -51,7 +51,7 @@ class Form:
 
     @property
     def words(self) -> dict[str, int]:
-        """The float16 numbers of an item in each part: x by columns; then h, a (two for each float32), Z and c."""
+        """The float16 numbers of an item in each part: x by columns; then h, a (two for a float32), Z by columns, c."""
         sketched = len(self.scales)
         return {"tokens": self.rank * self.tokens, "rest": self.tokens + (2 + sketched) * self.rank + sketched}
 
@@ -63,7 +63,7 @@ class Form:
                 f"gallery have, got {items.projected.shape[1]} and {items.projected.shape[2]}. Use images of one size."
             )
         vectors = self.vectors.to(items.projected.device)
-        sketched = torch.einsum("bnk,nm->bmk", items.projected.float(), vectors).half()
+        sketched = torch.einsum("bnk,nm->bkm", items.projected.float(), vectors).half()
         if not sketched.isfinite().all():
             raise PullbackError("features: some projections are so large that their sketch does not fit into float16.")
         weights = (items.weights.float() @ vectors).half()
@@ -72,14 +72,41 @@ class Form:
         return Records(self, items.projected.mT.flatten(1), rest)
 
     def sketch_of(self, items: MetricItems) -> MetricItems:
-        """Return the sketch of items in float32, as records have it."""
-        return self.pack(items).sketch()
+        """Return the sketches of items, as records have them."""
+        return self.pack(items).sketches().items(self.rank)
 
     def embedding(self, sketch: MetricItems) -> Tensor:
         """Return the embedding [n, e] of sketches."""
         rows = max(1, EMBEDDED // self.rank)
         scales = self.scales[:rows].to(sketch.projected.device)
-        return (sketch.projected[:, :rows] * scales[:, None]).flatten(1)
+        return (sketch.projected[:, :rows].float() * scales[:, None]).flatten(1)
+
+
+@dataclass(frozen=True, eq=False)
+class Columns:
+    """Items as distances are computed with: x of n items column by column, so that one product sums over tokens."""
+
+    projected: Tensor  # float16 [n, k N]
+    weights: Tensor  # float16 [n, N]
+    aggregates: Tensor  # float32 [n, k]
+
+    def __len__(self) -> int:
+        return len(self.weights)
+
+    def __getitem__(self, rows: slice) -> Columns:
+        return Columns(self.projected[rows], self.weights[rows], self.aggregates[rows])
+
+    @classmethod
+    def join(cls, parts: Sequence[Columns]) -> Columns:
+        """Return the items of several parts as one."""
+        if len(parts) == 1:
+            return parts[0]
+        columns = ((part.projected, part.weights, part.aggregates) for part in parts)
+        return cls(*(torch.cat(column) for column in zip(*columns, strict=True)))
+
+    def items(self, rank: int) -> MetricItems:
+        """Return them as `pairwise_distances` takes them."""
+        return MetricItems(self.projected.unflatten(1, (rank, -1)).mT, self.weights, self.aggregates)
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,44 +127,24 @@ class Records:
         # four times as fast as indexing, which copies number by number
         return Records(self.form, self.tokens.index_select(0, rows), self.rest.index_select(0, rows))
 
-    @classmethod
-    def join(cls, parts: Sequence[Records]) -> Records:
-        """Return the items of several parts as one."""
-        if len(parts) == 1:
-            return parts[0]
-        return cls(parts[0].form, torch.cat([part.tokens for part in parts]), torch.cat([part.rest for part in parts]))
-
     @property
     def parts(self) -> Mapping[str, Tensor]:
         """What a file of each part holds."""
         return {"tokens": self.tokens, "rest": self.rest}
 
-    @property
-    def weights(self) -> Tensor:
-        """h [n, N] in float16."""
-        return self.rest[:, : self.form.tokens]
+    def columns(self) -> Columns:
+        """Return x, h and a."""
+        tokens = self.form.tokens
+        aggregates = self.rest[:, tokens : tokens + 2 * self.form.rank]
+        return Columns(self.tokens, self.rest[:, :tokens], _float32(aggregates))
 
-    @property
-    def aggregates(self) -> Tensor:
-        """a [n, k] in float32."""
-        return _float32(self.rest[:, self.form.tokens :][:, : 2 * self.form.rank])
-
-    def items(self) -> MetricItems:
-        """Return what distances need, as it was packed."""
-        projected = self.tokens.view(len(self), self.form.rank, self.form.tokens).mT
-        return MetricItems(projected, self.weights, self.aggregates)
-
-    def sketch(self, rows: Tensor | None = None) -> MetricItems:
-        """Return the sketches of all items, or of those in these rows, in float32."""
+    def sketches(self, rows: Tensor | None = None) -> Columns:
+        """Return Z, c and a of all items, or of those in these rows."""
         words = self.rest[:, self.form.tokens :]
         words = words if rows is None else words.index_select(0, rows)
-        sketched, aggregates = len(self.form.scales), 2 * self.form.rank
-        projected, weights = words[:, aggregates:].float().split([sketched * self.form.rank, sketched], 1)
-        unflat = projected.unflatten(1, (sketched, self.form.rank))
-        return MetricItems(unflat, weights, _float32(words[:, :aggregates]))
-
-    def to(self, device: torch.device) -> Records:
-        return Records(self.form, self.tokens.to(device), self.rest.to(device))
+        sketched, ends = len(self.form.scales), 2 * self.form.rank
+        projected, weights = words[:, ends:].split([sketched * self.form.rank, sketched], 1)
+        return Columns(projected, weights, _float32(words[:, :ends]))
 
 
 def _float32(words: Tensor) -> Tensor:
