@@ -25,6 +25,7 @@ order of adding: an image is at distance 0 from its stored self, and comes first
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -214,11 +215,10 @@ def _rounding(queries: MetricItems) -> Tensor:
 
 
 def _nearest_by_faiss(embedded: Tensor, rows: Tensor) -> Callable[[Tensor, int], Tensor]:
-    import faiss
-
+    faiss: Any = importlib.import_module("faiss")  # its own types know no parameters of a search
     count, width = embedded.shape
     cells = round(count**0.5) if count >= _CELLS_FROM else 1
-    index: Any = faiss.IndexIVFFlat(faiss.IndexFlatL2(width), width, cells)
+    index = faiss.IndexIVFFlat(faiss.IndexFlatL2(width), width, cells)
     index.train(embedded[:: max(1, count // (64 * cells))].contiguous().numpy())
     index.add(embedded.numpy())
 
