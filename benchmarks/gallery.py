@@ -3,29 +3,34 @@
     python benchmarks/gallery.py                                   # 100,000 items on this CPU, 2 GB below --work
     python benchmarks/gallery.py --items 1000000 --device cuda     # a million, which never leave the GPU
 
-Items are synthetic: every token is that of one of three real images at the same place, drawn with weights that are
-random for each item, plus noise of a tenth of each channel's spread. Queries are more of the same, not in the gallery.
+Items are synthetic: every token is that of one of three real images at the same place, plus noise of a tenth of each
+channel's spread. The images share the picture in regions, of sizes that are random for each item (--mix regions), or
+token by token at random, as no image does (--mix tokens): weights and projections then vary from token to token, which
+candidates have a hard time with. Queries are more of the same, not in the gallery.
 The images are rendered scenes, or those of --images; the metric is trained here, on the decoder's distances of these
-images, unless --drm names one.
+images, unless --drm names one, such as tiny-scenes-drm, which comes with the package.
 
 On a CPU the gallery is a folder, with everything that a user pays; on a GPU the same index is filled in its memory.
-Exact search is compared with a loop over pairs, which is timed on a sample. Candidates are compared with exact search
-at several counts, and with the nearest embeddings alone: how many of these hold the true neighbours.
+Exact search is compared with a loop over pairs, which is timed on a sample. Candidates are compared with exact search,
+from several counts on, and with the nearest embeddings alone: how many of the true neighbours these hold.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import resource
 import shutil
-import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import torch
-from measure import machine, save
+import torch.nn.functional as F
+from measure import machine, milliseconds, save
 from torch import Tensor
 
 import pullback as pb
@@ -44,7 +49,7 @@ def main() -> None:
     parser.add_argument("--items", type=int, default=100_000)
     parser.add_argument("--queries", type=int, default=200)
     parser.add_argument("--k", type=int, default=10)
-    parser.add_argument("--candidates", type=int, nargs="+", default=[50, 100, 250, 500])
+    parser.add_argument("--candidates", type=int, nargs="+", default=[50, 100, 200])
     parser.add_argument("--model", default="tiny-scenes")
     parser.add_argument("--decoder", default="depth")
     parser.add_argument("--layer", type=int, default=8)
@@ -54,20 +59,24 @@ def main() -> None:
     parser.add_argument("--drm", type=Path, default=None, help="folder of a metric for this model and layer")
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--steps", type=int, default=200, help="of training the metric, where none is given")
+    parser.add_argument("--mix", choices=["regions", "tokens"], default="regions")
     parser.add_argument("--noise", type=float, default=0.1)
     parser.add_argument("--pairs", type=int, default=2000, help="of the loop over pairs")
-    parser.add_argument("--rounds", type=int, default=15, help="of which the median time is taken")
+    parser.add_argument("--rounds", type=int, default=15, help="in turns, of which the median time is taken")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--work", type=Path, default=Path("runs/gallery"), help="folder for the gallery of a CPU")
+    parser.add_argument("--reuse", action="store_true", help="search the gallery that an earlier run left in --work")
     parser.add_argument("--out", type=Path, default=None, help="folder of the JSON file")
     options = parser.parse_args()
     device = torch.device(options.device)
 
     probe = pb.load_probe(options.model, options.decoder, options.layer, device=device)
     features, outputs = real_images(probe, options)
+    if options.reuse:
+        options.drm = gallery_of(options) / "metric"
     metric = trained(probe, features, outputs, options) if options.drm is None else loaded(options.drm, device)
-    mix = Mixer(features, options.noise, options.seed)
+    mix = Mixer(features, probe.token_layout(features), options)
     with torch.no_grad():
         index, row = (on_disk if device.type == "cpu" else on_gpu)(metric, mix, options)
         queries = MetricItems.join([metric(part).half() for part in mix(options.queries, queries=True)])
@@ -125,27 +134,47 @@ def loaded(folder: Path, device: torch.device) -> DistilledMetric:
 class Mixer:
     """Draw items of real ones: the same ones for the same seed and device."""
 
-    def __init__(self, features: Tensor, noise: float, seed: int) -> None:
-        self.features, self.seed = features.float(), seed
-        self.spread = noise * self.features.std((0, 1))
+    def __init__(self, features: Tensor, layout: pb.TokenLayout, options: argparse.Namespace) -> None:
+        self.features, self.layout, self.seed = features.float(), layout, options.seed
+        self.regions = options.mix == "regions"
+        self.spread = options.noise * self.features.std((0, 1))
 
     def __call__(self, count: int, *, queries: bool = False) -> Iterator[Tensor]:
         """Iterate over batches [b, N, D] of ``count`` items, or of so many others."""
-        device, tokens = self.features.device, self.features.shape[1]
+        device = self.features.device
         draw = torch.Generator(device).manual_seed(2 * self.seed + queries)
-        places = torch.arange(tokens, device=device)
+        places = torch.arange(self.features.shape[1], device=device)
         for start in range(0, count, BATCH[device.type]):
             size = min(BATCH[device.type], count - start)
             images = torch.randint(len(self.features), (size, MIXED), generator=draw, device=device)
             shares = -torch.rand(size, MIXED, generator=draw, device=device).log()  # uniform, once divided by the sum
-            chosen = images.gather(1, torch.multinomial(shares, tokens, replacement=True, generator=draw))
+            chosen = images.gather(1, (self._in_regions if self.regions else self._by_token)(shares, draw))
             mixed = self.features[chosen, places]
             yield mixed + self.spread * torch.randn(mixed.shape, generator=draw, device=device)
+
+    def _by_token(self, shares: Tensor, draw: torch.Generator) -> Tensor:
+        """Choose one of the images for each token, [b, N], by their shares [b, MIXED]."""
+        return torch.multinomial(shares, self.features.shape[1], replacement=True, generator=draw)
+
+    def _in_regions(self, shares: Tensor, draw: torch.Generator) -> Tensor:
+        """Choose the image whose share, times a smooth random field, is largest; of tokens without a place the one with
+        the largest share."""
+        field = torch.randn(*shares.shape, 4, 4, generator=draw, device=shares.device)
+        field = F.interpolate(field, self.layout.grid, mode="bicubic").flatten(2)
+        field = F.pad(field, (self.layout.prefix, 0))
+        return (field + 2 * shares.log()[..., None]).argmax(1)
+
+
+def gallery_of(options: argparse.Namespace) -> Path:
+    """The folder of the gallery on a CPU; what filling it took is in a file beside it."""
+    return options.work / f"gallery-{options.items}"
 
 
 def on_disk(metric: DistilledMetric, mix: Mixer, options: argparse.Namespace) -> tuple[Index, dict[str, Any]]:
     """Fill a gallery, open it again, and say what that took."""
-    folder = options.work / f"gallery-{options.items}"
+    folder = gallery_of(options)
+    if options.reuse:
+        return pb.Gallery.open(folder, device="cpu").index, json.loads(folder.with_suffix(".json").read_text())
     shutil.rmtree(folder, ignore_errors=True)
     gallery = pb.Gallery.create(folder, metric, device="cpu")
     adding, added = 0.0, 0
@@ -165,6 +194,7 @@ def on_disk(metric: DistilledMetric, mix: Mixer, options: argparse.Namespace) ->
         "adding_seconds": adding,
         "opening_seconds": opening,
     }
+    folder.with_suffix(".json").write_text(json.dumps(row))
     return opened.index, row
 
 
@@ -198,27 +228,31 @@ def compared(index: Index, queries: MetricItems, options: argparse.Namespace) ->
     building, _ = _seconds(lambda: index.nearest, device)
     whole = index.exact(queries, k)
     one, many = queries[:1], queries[: min(32, len(queries))]
-    exact = {
-        "ms_1": 1e3 * _median(lambda number: index.exact(queries[number : number + 1], k), rounds, device),
-        "ms_32": 1e3 * _median(lambda number: index.exact(many, k), max(3, rounds // 4), device) / len(many),
-    }
+    ways = {"exact": lambda part: index.exact(part, k)}
+    ways |= {str(count): lambda part, c=count: index.candidates(part, k, c) for count in options.candidates}
+    single = milliseconds({name: on_one(way, queries) for name, way in ways.items()}, device, rounds)
+    batch = milliseconds({name: partial(way, many) for name, way in ways.items()}, device, max(3, rounds // 4))
+    exact = {"ms_1": single["exact"], "ms_32": batch["exact"] / len(many)}
     print(f"exact: {exact['ms_1']:.1f} ms a query, {exact['ms_32']:.1f} ms in a batch of {len(many)}", flush=True)
     loop = loop_over_pairs(index, one, options.pairs)
-    near = index.nearest(index.form.embedding(index.form.sketch_of(queries)), WIDER * max(options.candidates))
+    embedded = index.form.embedding(index.form.sketch_of(queries))
     rows = []
     for count in options.candidates:
         found = index.candidates(queries, k, count)
         shares = _shares(found.rows, whole.rows)
-        single = _median(lambda number, c=count: index.candidates(queries[number : number + 1], k, c), rounds, device)
-        batch = _median(lambda number, c=count: index.candidates(many, k, c), max(3, rounds // 4), device) / len(many)
-        pool = index.nearest(index.form.embedding(index.form.sketch_of(queries)), min(len(index), WIDER * count))
+        way = on_one(ways[str(count)], queries)
+        mean = 1e3 * _seconds(lambda way=way: [way() for _ in range(len(queries))], device)[0] / len(queries)
+        pool = index.nearest(embedded, min(len(index), WIDER * count))
         row = {
             "candidates": count,
             "default": count == PER_RESULT * k,
-            "ms_1": 1e3 * single,
-            "ms_32": 1e3 * batch,
-            "faster_1": exact["ms_1"] / (1e3 * single),
-            "faster_32": exact["ms_32"] / (1e3 * batch),
+            "ms_1": single[str(count)],
+            "ms_32": batch[str(count)] / len(many),
+            "ms_mean": mean,
+            "compared_mean": found.compared,
+            "faster_1": single["exact"] / single[str(count)],
+            "faster_mean": single["exact"] / mean,
+            "faster_32": batch["exact"] / batch[str(count)],
             "recall": float(shares.mean()),
             "recall_se": float(shares.std() / len(shares) ** 0.5),
             "recall_of_embeddings": float(_shares(pool, whole.rows).mean()),
@@ -226,8 +260,9 @@ def compared(index: Index, queries: MetricItems, options: argparse.Namespace) ->
         }
         rows.append(row)
         print(
-            f"{count} candidates: {row['ms_1']:.1f} ms a query, {row['faster_1']:.1f} times faster "
-            f"({row['faster_32']:.1f} in a batch), recall@{k} {row['recall']:.4f} ± {row['recall_se']:.4f}; the "
+            f"from {count} candidates on: {row['ms_1']:.1f} ms a query (mean {row['ms_mean']:.1f}), "
+            f"{row['faster_1']:.1f} times faster (mean {row['faster_mean']:.1f}, {row['faster_32']:.1f} in a batch), "
+            f"{row['compared_mean']} compared, recall@{k} {row['recall']:.4f} ± {row['recall_se']:.4f}; the "
             f"{row['embeddings']} nearest embeddings hold {row['recall_of_embeddings']:.4f}",
             flush=True,
         )
@@ -239,7 +274,7 @@ def compared(index: Index, queries: MetricItems, options: argparse.Namespace) ->
         memory |= {"held_gb": held / 1e9, "search_gb": (torch.cuda.max_memory_allocated(device) - held) / 1e9}
     return {
         "queries": len(queries),
-        "embedding": near.shape[1] and index.form.embedding(index.form.sketch_of(one)).shape[1],
+        "embedding": embedded.shape[1],
         "sketch": len(index.form.scales),
         "building_seconds": building,
         "exact": exact,
@@ -247,6 +282,17 @@ def compared(index: Index, queries: MetricItems, options: argparse.Namespace) ->
         "by_candidates": rows,
         "memory": memory,
     }
+
+
+def on_one(way: Callable[[MetricItems], Any], queries: MetricItems) -> Callable[[], Any]:
+    """Search for another one of the queries each time."""
+    numbers = cycle(range(len(queries)))
+
+    def search() -> Any:
+        number = next(numbers)
+        return way(queries[number : number + 1])
+
+    return search
 
 
 def loop_over_pairs(index: Index, query: MetricItems, pairs: int) -> dict[str, float]:
@@ -268,12 +314,6 @@ def loop_over_pairs(index: Index, query: MetricItems, pairs: int) -> dict[str, f
 def _shares(found: Tensor, wanted: Tensor) -> Tensor:
     """The share of the wanted rows [Q, k] that are among those found, for each query."""
     return (wanted.cpu()[:, :, None] == found.cpu()[:, None, :]).any(-1).double().mean(1)
-
-
-def _median(search: Callable[[int], Any], rounds: int, device: torch.device) -> float:
-    """The median time of searches for different queries, after one that warms up."""
-    search(0)
-    return statistics.median(_seconds(lambda number=number: search(number), device)[0] for number in range(rounds))
 
 
 def _seconds(call: Callable[[], Any], device: torch.device | None = None) -> tuple[float, Any]:
