@@ -258,7 +258,7 @@ def gallery() -> str:
                 *(
                     (
                         True,
-                        f"At a recall@10 of 0.99 or more, candidates are up to {best:.0f} times faster for one query on the CPU.",
+                        f"At a recall@10 of 0.99 or more, candidates are up to {best:.0f} times faster for one query.",
                     )
                     if reached
                     else (
