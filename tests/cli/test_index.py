@@ -58,7 +58,7 @@ def test_a_gallery_is_made_on_first_use_and_says_what_it_left_out(place, tmp_pat
 
 def test_more_is_added_without_naming_the_metric_again_and_what_is_there_stays(place, gallery):
     again = add(gallery, place / "photos")
-    assert again.exit_code == 0 and "added 0 images, 12 images were there already; 12 images in" in words(again)
+    assert again.exit_code == 0 and "added 0 images, 12 images known already; 12 images in" in words(again)
     one, other = (place / "others" / f"other-scene-{number:02d}.png" for number in (0, 1))
     several = add(gallery, one, other, "--drm", place / "metric")
     assert several.exit_code == 0 and "added 2 images; 14 images in" in words(several)
@@ -80,7 +80,7 @@ def test_an_interrupted_command_goes_on(place, gallery, monkeypatch):
     assert stopped.exit_code == INTERRUPTED, stopped.output
     assert f"kept in {gallery}/: 13 images; the same command goes on from there" in words(stopped)
     again = add(gallery, place / "others")
-    assert "added 2 images, 1 image were there already; 15 images in" in words(again)
+    assert "added 2 images, 1 image known already; 15 images in" in words(again)
 
 
 def test_info_says_what_it_holds_and_what_it_is_for(place):
@@ -129,7 +129,7 @@ def test_a_damaged_gallery_is_the_machines_fault(place, gallery):
         (("add", "{gallery}"), "Missing argument"),
         (("info", "{new}"), "gallery: {new} holds no gallery, there is no gallery.json"),
         (("remove", "{new}", "a"), "gallery: {new} holds no gallery, there is no gallery.json"),
-        (("recall", "{gallery}", "--k", "11"), "--k: expected fewer than the 12 items without the"),
+        (("recall", "{gallery}", "--k", "12"), "--k: expected fewer than the 12 items of {gallery}, each of"),
         (("recall", "{gallery}", "--queries", "1"), "Invalid value for '--queries'"),
     ],
     ids=" ".join,
@@ -144,3 +144,20 @@ def test_bad_input_gives_one_line_and_changes_nothing(place, tmp_path, monkeypat
     assert message.format(**names) in words(result) and "Traceback" not in result.output
     assert not (tmp_path / "new").exists() and sorted(path.name for path in (place / "photos").iterdir()) == before
     assert len(Gallery.open(place / "gallery")) == 12
+
+
+def test_bytes_that_changed_on_the_disk_are_found_and_taken_out(place, gallery):
+    sound = pullback("index", "verify", gallery)
+    assert sound.exit_code == 0 and f"12 images in {gallery}/, all as they were written" in words(sound)
+    shard = next(gallery.glob("tokens-*.f16"))
+    content = bytearray(shard.read_bytes())
+    content[100] ^= 255
+    shard.write_bytes(content)
+    damaged = pullback("index", "verify", gallery)
+    assert damaged.exit_code == FAILED and shard.name in words(damaged).replace(" ", "")
+    repaired = pullback("index", "repair", gallery)
+    assert repaired.exit_code == 0 and "took out 12 images" in words(repaired)  # all of one group
+    assert "scene-00.png" in words(repaired) and "and 2 more" in words(repaired)
+    assert pullback("index", "verify", gallery).exit_code == 0 and len(Gallery.open(gallery)) == 0
+    again = add(gallery, place / "photos")
+    assert again.exit_code == 0 and "added 12 images" in words(again)

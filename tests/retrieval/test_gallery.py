@@ -25,7 +25,7 @@ from helpers.pictures import encoded, write_pictures
 from pullback.errors import FileError, ImageError, ModelError, NumericsError, PullbackError, ShapeError
 from pullback.learning.distilled_metric import DistilledMetric
 from pullback.learning.pretrained import Origin
-from pullback.retrieval.gallery import Added, Gallery, GalleryItem
+from pullback.retrieval.gallery import KEY_TAKEN, Added, Gallery, GalleryItem
 from pullback.runs.progress import Progress
 
 
@@ -147,7 +147,7 @@ def test_a_changed_file_is_not_taken_for_the_old_one(tmp_path, of_scenes):
     gallery.add(photos)
     (photos / "01.png").write_bytes(encoded(77))
     changed = gallery.add(photos)
-    assert changed == Added(0, 1, [("01.png", "another image has this key already; remove it first")])
+    assert changed == Added(0, 1, [("01.png", KEY_TAKEN)])
 
 
 def test_a_folder_in_use_is_refused(tmp_path, metric):
@@ -284,3 +284,20 @@ def test_nothing_is_logged_or_warned_about(tmp_path, metric, caplog, recwarn):
     with caplog.at_level(logging.WARNING):
         filled(tmp_path / "g", 3, metric).search(random_features(1), k=1)
     assert not caplog.records and not recwarn.list
+
+
+def test_candidates_are_taken_where_they_are_asked_for_and_refused_where_they_do_not_count(tmp_path, metric):
+    gallery = filled(tmp_path / "g", metric=metric)
+    assert gallery.search(random_features(1), k=2, candidates=3).method == "candidates"
+    for method in ("exact", "transport"):
+        with pytest.raises(PullbackError, match="candidates: expected with method 'candidates' alone"):
+            gallery.search(random_features(1), k=2, method=method, candidates=3)
+
+
+def test_transport_that_does_not_converge_says_what_else_there_is(tmp_path, metric, monkeypatch):
+    def fails(*items):
+        raise NumericsError("iterations: 1 of 9 pairs did not converge in 5 iterations. Raise iterations or blur.")
+
+    monkeypatch.setattr("pullback.retrieval.transport.transport_distances", fails)
+    with pytest.raises(NumericsError, match=r"method: transport cannot search here: 1 of 9 .* iterations\. Use exact"):
+        filled(tmp_path / "g", metric=metric).search(random_features(1), k=2, method="transport")

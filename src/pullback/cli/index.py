@@ -51,7 +51,7 @@ def add(
             own = Gallery.open(gallery, drm=drm, device=device)
         with keeping_rows(progress, lambda: len(own), "image"):
             added = own.add(source, progress=progress)
-    known = f", {counted(added.known, 'image')} were there already" if added.known else ""
+    known = f", {counted(added.known, 'image')} known already" if added.known else ""
     say(f"added {counted(added.added, 'image')}{known}; {counted(len(own), 'image')} in {gallery}/", "bold")
     if added.skipped:
         say(f"skipped {counted(len(added.skipped), 'image')}:", "yellow")
@@ -84,6 +84,31 @@ def remove(
         own = Gallery.open(gallery, device="cpu")
         removed = own.remove(keys)
     say(f"removed {counted(removed, 'image')}; {counted(len(own), 'image')} left in {gallery}/", "bold")
+
+
+@index.command()
+def verify(gallery: Folder) -> None:
+    """Read everything that is stored, and compare it with its checksums."""
+    with running(None, verify) as progress:
+        from pullback.retrieval.gallery import Gallery
+
+        progress.stage("reading")
+        count = Gallery.open(gallery, device="cpu").verify()
+    say(f"{counted(count, 'image')} in {gallery}/, all as they were written", "bold")
+
+
+@index.command()
+def repair(gallery: Folder) -> None:
+    """Take out the images whose records are damaged; adding them again makes them anew."""
+    with running(gallery, repair):
+        from pullback.retrieval.gallery import Gallery
+
+        removed = Gallery.repair(gallery)
+    say(f"took out {counted(len(removed), 'image')}", "bold")
+    for key in removed[:_NAMED]:
+        say(f"  {key}")
+    if len(removed) > _NAMED:
+        say(f"  and {len(removed) - _NAMED} more")
 
 
 @index.command()

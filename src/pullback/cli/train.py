@@ -210,7 +210,7 @@ def drm(
     ] = 200,
     target: Annotated[Literal["importance", "block-norm"], typer.Option(help="What is distilled.")] = "importance",
     crops: Annotated[
-        int, typer.Option(min=0, help="Random crops of each image to train on too; with 16 take 5000 steps of 64.")
+        int, typer.Option(min=0, help="Random crops of each image to train on too; with 16 take 4000 steps of 64.")
     ] = 0,
     width: Annotated[int, typer.Option(min=1, help="Of the head that weighs tokens.")] = 256,
     heads: Annotated[int, typer.Option(min=1, help="Attention heads.")] = 4,

@@ -32,7 +32,7 @@ from pullback.data.crops import read_crop
 from pullback.data.images import ImageSource, PixelFormat, checked_size, reason_of
 from pullback.data.pictures import Pictures
 from pullback.data.sources import FileItem, ImageItem, Source, open_source
-from pullback.errors import FileError, ModelError, PullbackError, naming
+from pullback.errors import FileError, ModelError, NumericsError, PullbackError, counted, naming
 from pullback.evaluation.statistics import mean_and_error
 from pullback.learning.distilled_metric import DistilledMetric, MetricItems
 from pullback.learning.pretrained import Origin
@@ -49,8 +49,11 @@ from pullback.targets.compute import READERS
 FORMAT = 1
 METRIC, SKETCH = "metric", "sketch.npz"
 METHODS = ("auto", "exact", "candidates", "transport")
-MOST_TRANSPORTED = 2_000
-"""Items of a gallery that is searched by optimal transport: with 257 tokens a pair takes tenths of a second on a CPU."""
+MOST_TRANSPORTED = 500
+"""Items of a gallery that is searched by optimal transport: at 257 tokens a pair takes tenths of a second on a CPU."""
+KEY_TAKEN = (
+    "another image has this key already; add the folder above both, so that keys differ, or remove that one first"
+)
 _BATCH = 64  # images that are read, computed and committed together
 
 
@@ -321,14 +324,15 @@ class Gallery:
     def verify(self) -> int:
         """Read everything that is stored and compare it with its checksums: return the number of items, or raise an
         error that names the files that are damaged."""
-        damaged = self._storage.damaged(self._log)
-        if damaged:
-            files = sorted({str(path) for path, _ in damaged})
-            items = {row for _, rows in damaged for row in rows} - self._log.removed
+        found = self._storage.damaged(self._log)
+        damaged = [(path, set(rows) - self._log.removed) for path, rows in found]
+        if any(rows for _, rows in damaged):
+            files = sorted({str(path) for path, rows in damaged if rows})
+            items = {row for _, rows in damaged for row in rows}
             raise FileError(
                 f"folder: the bytes of {', '.join(files)} are not those that were written, which concerns {len(items)} "
-                f"of {len(self)} items. Put them back from a copy, or call Gallery.repair({str(self.folder)!r}), which "
-                "takes these items out: the same `add` then makes them anew."
+                f"of {len(self)} items. Put them back from a copy, or run `pullback index repair {self.folder}` "
+                "(Gallery.repair), which takes these items out: the same `add` then makes them anew."
             )
         return len(self)
 
@@ -363,7 +367,7 @@ class Gallery:
         ``query``: a path or a list of them, pictures in memory as probes take them, or features [B, N, D].
         ``method``: "exact" compares all items; "candidates" those that a short embedding and a sketch put first
         (`recall` says what is lost); "transport" moves the tokens of one image onto the other's, wherever they are
-        in the picture, and is for at most 2,000 items. "auto" takes candidates from 100,000 items on, on a CPU if FAISS
+        in the picture, and is for at most 500 items. "auto" takes candidates from 100,000 items on, on a CPU if FAISS
         is installed (the extra pullback[retrieval]), and else is exact; `Matches.method` says which it was.
         ``candidates``: how many are compared exactly, by default 40 for each result.
         """
@@ -409,10 +413,13 @@ class Gallery:
     def _transported(self, queries: MetricItems, k: int) -> Found:
         from pullback.retrieval.transport import transport_distances
 
-        blocks, removed = self.index.blocks, self.index.removed
-        rows = torch.tensor([row for row in range(sum(map(len, blocks))) if row not in set(removed.tolist())])
+        rows = torch.tensor([row for row in range(len(self._log)) if row not in self._log.removed])
         stored = self.index.items(rows)
-        distances = transport_distances(_float(queries, self.device), _float(stored, self.device))
+        try:
+            distances = transport_distances(_float(queries, self.device), _float(stored, self.device))
+        except NumericsError as error:
+            reason = str(error).partition(": ")[2].partition(" Raise")[0]
+            raise NumericsError(f"method: transport cannot search here: {reason} Use exact.") from None
         best = distances.cpu().sort(dim=1, stable=True)
         k = min(k, len(rows))
         return Found(rows[best.indices[:, :k]], best.values[:, :k].float(), len(rows))
@@ -429,8 +436,11 @@ class Gallery:
         the k nearest other items that are found, with its standard error over queries, and what each way costs."""
         whole_number("k", k)
         whole_number("queries", queries, least=2, expected="at least 2, of which a standard error can be taken")
-        if len(self) < k + 2:
-            raise PullbackError(f"k: expected at most {len(self) - 2}, since {len(self)} items are queries and found, got {k}.")
+        if len(self) <= k:
+            raise PullbackError(
+                f"k: expected fewer than the {counted(len(self), 'item')} of {self.folder}, each of which is searched "
+                f"for among the others, got {k}."
+            )
         generator = torch.Generator().manual_seed(0) if generator is None else generator
         living = torch.tensor([row for row in range(len(self._log)) if row not in self._log.removed])
         rows = living[torch.randperm(len(living), generator=generator)[:queries]]
@@ -506,7 +516,7 @@ class _Adding:
             elif one.sha256 in self.writer.log.by_content or one.sha256 in new:
                 self.known += 1
             elif one.key in self.writer.log.by_key or one.key in keys:
-                self.skipped.append((one.key, "another image has this key already. Add the folder above both, so that keys differ, or remove it first"))
+                self.skipped.append((one.key, KEY_TAKEN))
             else:
                 new[one.sha256] = one
                 keys.add(one.key)

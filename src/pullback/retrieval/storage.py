@@ -137,7 +137,7 @@ class Storage:
                     raise FileError(
                         f"folder: {path} {'is truncated' if path.is_file() else 'is missing'}: it should hold "
                         f"{counted(held, 'item')}, and has {there}; those from {first!r} on are gone. Put the file "
-                        f"back from a copy, or call Gallery.repair({str(self.folder)!r}), which takes out what is "
+                        f"back from a copy, or run `pullback index repair {self.folder}`, which takes out what is "
                         "damaged: the same `add` then makes it anew."
                     )
 
