@@ -135,11 +135,11 @@ def test_the_two_endpoint_distance_breaks_the_triangle_inequality():
 
 def test_the_constant_metric_keeps_the_triangle_inequality(metric):
     features = images(300)
-    metric.measure_constant([features])
-    embedded = metric.embed(features, share=1.0)
-    far = torch.cdist(embedded, embedded, compute_mode="donot_use_mm_for_euclid_dist")
+    constant = dense(metric, features).mean(0)  # E[g], and not an embedding, which could not do otherwise
+    change = (features[:, None] - features).flatten(2)
+    far = torch.einsum("ijp,pq,ijq->ij", change, constant, change).clamp_min(0).sqrt()
     i, j, k = torch.randint(300, (3, 10_000), generator=seeded())
-    assert (far[i, k] <= (far[i, j] + far[j, k]) * (1 + 1e-12)).all()
+    assert (far[i, k] <= (far[i, j] + far[j, k]) * (1 + 1e-9) + 1e-9 * far.max()).all()
     assert (far[i, k] > 0).any()
 
 

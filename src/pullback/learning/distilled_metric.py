@@ -271,7 +271,8 @@ class DistilledMetric(Pretrained):
 
     def embed(self, images: Tensor | MetricItems, share: float = EMBEDDED_SHARE) -> Tensor:
         """Return embeddings [B, m k] of features [B, N, D], or of what was computed of them, whose Euclidean distances
-        are those of the constant metric E[g] = s^2 E[h h^T] (x) W W^T, a true pseudometric."""
+        are those of the constant metric E[g] = s^2 E[h h^T] (x) W W^T, a true pseudometric: exactly with ``share`` = 1,
+        else with so much of the trace of E[h h^T]."""
         projected = images.projected if isinstance(images, MetricItems) else self(images).projected
         basis = self.embedding_basis(share)
         if projected.shape[1] != len(basis):
