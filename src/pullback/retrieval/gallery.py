@@ -369,7 +369,7 @@ class Gallery:
         (`recall` says what is lost); "transport" moves the tokens of one image onto the other's, wherever they are
         in the picture, and is for at most 500 items. "auto" takes candidates from 100,000 items on, on a CPU if FAISS
         is installed (the extra pullback[retrieval]), and else is exact; `Matches.method` says which it was.
-        ``candidates``: how many are compared exactly, by default 40 for each result.
+        ``candidates``: how many are compared exactly, by default 20 for each result, and more where it takes more.
         """
         whole_number("k", k)
         if method not in METHODS:

@@ -42,7 +42,7 @@ from pullback.retrieval.records import Columns, Form, Records
 
 FROM = 100_000
 """Items from which candidates are worth it."""
-PER_RESULT = 10
+PER_RESULT = 20
 """Candidates for each result that is asked for, unless told otherwise; more where it takes more."""
 WIDER = 20
 """Sketches that are compared for each candidate."""
