@@ -224,9 +224,11 @@ ON_CPU, BY_TOKEN, ON_GPU = "gallery_cpu.json", "gallery_tokens_cpu.json", "galle
 KILLS = "gallery_crash_cpu.json"
 GALLERIES = {
     ON_CPU: "100,000 on two CPU cores, images mixed in regions",
-    BY_TOKEN: "100,000 on two CPU cores, mixed token by token \\*",
+    BY_TOKEN: "100,000 on two CPU cores, mixed token by token",
     ON_GPU: "1,000,000 on an H200, mixed token by token \\*",
 }
+
+MIXED = {ON_CPU: "Images mixed in regions", BY_TOKEN: "Mixed token by token, as no image is"}
 
 
 def gallery() -> str:
@@ -242,11 +244,14 @@ def gallery() -> str:
                 if "compared_mean" in row
                 else f"{row['candidates']} candidates"
             )
-            usual = ", the default" if row["default"] and file == ON_CPU else ""
+            usual = ", the default" if row["default"] and file != ON_GPU else ""
             times = [digits(row[key]) for key in ("ms_1", "ms_32", "faster_1", "faster_32")]
             rows.append(["", many + usual, *times, f"{row['recall']:.4f} ± {row['recall_se']:.4f}"])
     cpu, token, gpu = stored.values()
-    reached = {name: _quickest(found) for name, found in ((ON_CPU, cpu), (BY_TOKEN, token))}
+    defaults = {
+        name: next(row for row in found["by_candidates"] if row["default"])
+        for name, found in ((ON_CPU, cpu), (BY_TOKEN, token))
+    }
     return joined(
         table(header, rows),
         source(*GALLERIES, KILLS),
@@ -264,10 +269,15 @@ def gallery() -> str:
                 cpu["items"] == 100_000,
                 f"An item takes {cpu['bytes_per_item']:,} bytes ({cpu['tokens']} tokens, k = {cpu['metric']['rank']}).",
             ),
-            said(
-                all(faster >= 20 for faster in reached.values()),
-                f"At a recall@10 of 0.99 or more, candidates are {reached[ON_CPU]:.0f} times faster for one query with "
-                f"images mixed in regions, {reached[BY_TOKEN]:.0f} times token by token.",
+            *(
+                said(
+                    usual["recall"] >= 0.99 or name == BY_TOKEN,
+                    f"{MIXED[name]}: the default finds {usual['recall']:.3f} of the ten nearest and is "
+                    f"{usual['faster_1']:.1f} times faster than exact search for the median query, "
+                    f"{usual['faster_mean']:.1f} times in the mean: a few queries need many more candidates "
+                    f"({usual['compared_mean']:,} in the mean).",
+                )
+                for name, usual in defaults.items()
             ),
             said(
                 all(row["recall"] < 0.99 for row in gpu["by_candidates"]),
@@ -283,11 +293,6 @@ def gallery() -> str:
             ),
         ],
     )
-
-
-def _quickest(found: dict[str, Any]) -> float:
-    """Return how much faster candidates are where they find 0.99 of the neighbours; 0 where they never do."""
-    return max((row["faster_1"] for row in found["by_candidates"] if row["recall"] >= 0.99), default=0.0)
 
 
 # Geodesics
