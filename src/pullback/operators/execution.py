@@ -98,7 +98,12 @@ def apply_in_chunks(function: Callable[[Tensor], Tensor], stack: Tensor, chunk_s
 
 def is_too_large(error: BaseException) -> bool:
     """Return whether memory ran out, or a CUDA kernel refused to start because it cannot count so many elements."""
-    refused = ("CUDA error: invalid argument", "CUDA error: invalid configuration argument", "canUse32BitIndexMath")
+    refused = (
+        "CUDA error: invalid argument",
+        "CUDA error: invalid configuration argument",
+        "canUse32BitIndexMath",
+        "INT_MAX elements",
+    )
     return is_out_of_memory(error) or (
         isinstance(error, RuntimeError) and any(words in str(error) for words in refused)
     )
