@@ -101,6 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=5000)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--validate-every", type=int, default=500)
+    parser.add_argument("--fit", type=int, default=0, help="training pictures on which it is judged as well")
     parser.add_argument("--sample", type=int, nargs=2, default=(10, 100), help="queries and items of the ceiling")
     parser.add_argument("--points", type=int, default=8)
     parser.add_argument("--device", default="cpu")
@@ -136,8 +137,21 @@ def measure(cell: str, options: argparse.Namespace, work: Path) -> dict[str, Any
     metric, training = trained(probe, case, options, work / cell.replace(":", "-L"))
     found: dict[str, Any] = {"case": name, "layer": int(layer), "reference": metric.config.reference}
     found["training"] = training
+    if options.fit:
+        found["fit"] = fitted(probe, metric, options)
     found["sets"] = {part: judged(probe, metric, part, options, ceiling=part == case.sets[0]) for part in case.sets}
     return found
+
+
+def fitted(probe: pb.ProbeMap, metric: DistilledMetric, options: argparse.Namespace) -> dict[str, Any]:
+    """Score the metric on pictures that it was trained on: what is missing there is missing in its form, and what is
+    lost from there to held-out pictures more training pictures could bring."""
+    pictures = argparse.Namespace(**{**vars(options), "test": options.fit})
+    features, outputs = test_set(probe, "train", pictures)
+    items = items_of(metric, MetricExamples.of(features.as_subclass(Tensor), outputs))
+    truth = output_distances(outputs, outputs, metric.config.reference)
+    scores = compared({"drm": pairwise_distances(items, items)}, truth, options.seed)["drm"]
+    return {"images": len(features), **scores.summary()}
 
 
 # Training
