@@ -132,11 +132,16 @@ def _check_pattern(entry: str, field: str, pattern: str) -> None:
 
 @dataclass(frozen=True)
 class PresetEntry:
-    """A named pruning plan (`pullback.pruning.plan.preset`). ``score``: the one that it is defined with, if any."""
+    """A named pruning plan (`pullback.pruning.plan.preset`). ``score``: the one that it is defined with, if any.
+
+    ``knob``: of a rule that runs as its authors published it, the argument of `pb.prune` that says how much it removes;
+    such a rule takes no score, ratio or stages.
+    """
 
     name: str
     help: str
     score: str = ""
+    knob: str = ""
 
 
 _FAMILIES, _OUTPUTS = "pullback.backbones.families", "pullback.backbones.outputs"
@@ -325,9 +330,14 @@ PRESETS: dict[str, PresetEntry] = {
         PresetEntry("best", "what won on our measurements"),
         PresetEntry("paper", "section 7 of the paper literally"),
         PresetEntry("drop", "the lowest scores go, nothing else"),
-        PresetEntry("tome", "ToMe's bipartite merging", "tome"),
-        PresetEntry("evit", "EViT's dropping by class attention", "evit"),
+        PresetEntry("bipartite", "merging in two sets by cosine, in one stage", "tome"),
+        PresetEntry("attention-drop", "dropping by class attention, in one stage", "evit"),
         PresetEntry("strided", "merging into one patch of every 2 x 2", "strided"),
+        PresetEntry("tome", "ToMe as its authors run it: r tokens are merged in every block", knob="r"),
+        PresetEntry("pitome", "PiToMe as its authors run it: every block keeps a share", knob="keep"),
+        PresetEntry("evit", "EViT as its authors run it: three blocks fuse all but a share", knob="keep"),
+        PresetEntry("resize", "a smaller picture, of which nothing is removed", knob="size"),
+        PresetEntry("none", "nothing is removed", knob="none"),
     )
 }
 

@@ -269,6 +269,11 @@ class Backbone(AnyBackbone):
         return bool(self.hook_layers) or (self.classifier is not None and self.classifier.rows is None)
 
     @property
+    def class_rows(self) -> int:
+        """How many of the first tokens an output of the class token reads: one, or two of a DeiT with a teacher."""
+        return 1 if self.classifier is None else self.classifier.rows or 1
+
+    @property
     def dim(self) -> int:
         return self.norm.weight.shape[0]
 

@@ -139,11 +139,28 @@ class Block:
         A decoder that reads only the class token needs one query in the last block, but every key and value.
         ``log_sizes`` [B, N]: token t stands for exp(log_sizes_t) equal ones.
         """
+        return self.after_attention(self.attention(x, rope, rows, log_sizes).tokens)
+
+    def attention(
+        self, x: Tensor, rope: Rope | None = None, rows: int | None = None, log_sizes: Tensor | None = None
+    ) -> Attended:
+        """The first half of the block, with what published merging rules look at before the second."""
         rows = x.shape[1] if rows is None else rows
         q, k, v = self.attention_inputs(self.norm1(x), rope, rows)
         attended = attend(q, k, v, log_sizes).transpose(1, 2).flatten(2)
-        y = x[:, :rows] + _scaled(self.project(attended), self.scale1)
+        return Attended(x[:, :rows] + _scaled(self.project(attended), self.scale1), q, k)
+
+    def after_attention(self, y: Tensor) -> Tensor:
+        """The second half, [B, n, D] -> [B, n, D]: each token by itself."""
         return y + _scaled(self.mlp(self.norm2(y)), self.scale2)
+
+
+class Attended(NamedTuple):
+    """Tokens between the attention and the MLP of a block."""
+
+    tokens: Tensor  # [B, rows, D]
+    queries: Tensor  # [B, heads, rows, d]
+    keys: Tensor  # [B, heads, N, d]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, log_sizes: Tensor | None = None) -> Tensor:

@@ -28,13 +28,15 @@ class Remaining:
     ``tokens``: after the last block, [B, N, D] where the plan brings removed tokens back to their places, otherwise
     those that are left, [B, K, D], the prefix first. ``layout``: of the whole image. ``log_sizes`` [B, K]: what
     attention adds for tokens that stand for several; None: nothing. ``hooks``: the layers that the model's own dense
-    decoder reads (`Backbone.hook_layers`), whole.
+    decoder reads (`Backbone.hook_layers`), whole. ``class_row``: the tokens are the class token alone, so that there
+    is no last_hidden_state.
     """
 
     tokens: Tensor
     layout: TokenLayout
     log_sizes: Tensor | None = None
     hooks: tuple[Tensor, ...] = ()
+    class_row: bool = False
 
 
 # (backbone, what is left) -> the model's own output
@@ -57,6 +59,16 @@ def no_assembler(backbone: Backbone) -> ModelError:
     )
 
 
+def class_alone(backbone: Backbone) -> bool:
+    """Whether the model has an output that reads no token but the class token: pooled, projected, or logits."""
+    if backbone.classifier is not None:
+        return backbone.classifier.rows is not None
+    if not backbone.prefix or backbone.reads_patches:
+        return False
+    make = assembler(backbone)
+    return make in (dinov2, clip) or (make is vit and getattr(backbone.model, "pooler", None) is not None)
+
+
 # The families
 
 
@@ -66,9 +78,10 @@ def dinov2(backbone: Backbone, left: Remaining) -> Any:
         return _classified(backbone, left)
     model: Any = backbone.model
     if hasattr(model, "finish"):  # our own network
-        return model.finish(left.tokens)
+        output = model.finish(left.tokens)
+        return output._replace(last_hidden_state=None) if left.class_row else output
     hidden = backbone.norm(left.tokens)
-    return _with_pooling(hidden, hidden[:, 0])
+    return _with_pooling(None if left.class_row else hidden, hidden[:, 0])
 
 
 def vit(backbone: Backbone, left: Remaining) -> Any:
@@ -77,7 +90,7 @@ def vit(backbone: Backbone, left: Remaining) -> Any:
         return _classified(backbone, left)
     hidden = backbone.norm(left.tokens)
     pooler = getattr(backbone.model, "pooler", None)
-    return _with_pooling(hidden, None if pooler is None else pooler(hidden))
+    return _with_pooling(None if left.class_row else hidden, None if pooler is None else pooler(hidden))
 
 
 def clip(backbone: Backbone, left: Remaining) -> Any:
@@ -85,12 +98,13 @@ def clip(backbone: Backbone, left: Remaining) -> Any:
     if backbone.classifier is not None:
         return _classified(backbone, left)
     pooled = backbone.norm(left.tokens[:, 0])
+    tokens = None if left.class_row else left.tokens
     project = getattr(backbone.model, "visual_projection", None)
     if project is None:
-        return _with_pooling(left.tokens, pooled)
+        return _with_pooling(tokens, pooled)
     from transformers.models.clip.modeling_clip import CLIPVisionModelOutput
 
-    return CLIPVisionModelOutput(image_embeds=project(pooled), last_hidden_state=left.tokens)
+    return CLIPVisionModelOutput(image_embeds=project(pooled), last_hidden_state=tokens)
 
 
 def siglip(backbone: Backbone, left: Remaining) -> Any:
@@ -116,7 +130,7 @@ def tiny_scenes(backbone: Backbone, left: Remaining) -> Any:
     return model.finish(list(left.hooks), left.tokens, *left.layout.grid)
 
 
-def _with_pooling(hidden: Tensor, pooled: Tensor | None) -> Any:
+def _with_pooling(hidden: Tensor | None, pooled: Tensor | None) -> Any:
     from transformers.modeling_outputs import BaseModelOutputWithPooling
 
     return BaseModelOutputWithPooling(last_hidden_state=hidden, pooler_output=pooled)

@@ -170,7 +170,7 @@ class Encoder(nn.Module):
 
 
 class Dinov2Output(NamedTuple):
-    last_hidden_state: Tensor  # [B, N, D], after the final norm
+    last_hidden_state: Tensor | None  # [B, N, D], after the final norm; None where the class token alone was computed
     pooler_output: Tensor  # [B, D], its class token
 
 

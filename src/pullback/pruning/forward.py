@@ -39,6 +39,7 @@ from pullback.pruning.scores import (
     as_score,
     strided,
 )
+from pullback.tokens import TokenLayout
 
 ENDLESS = 1e30  # an infinite weight, of which a sum is still a number
 
@@ -58,11 +59,13 @@ class StageRecord:
 class PrunedRun:
     """``taps``: F^l, before the final norm, of the layers that were asked for. Whole sequences [B, N, D] where the plan
     re-inserts (and before its first stage), otherwise the tokens that are left [B, K, D]. ``log_sizes`` [B, K]: what
-    attention adds for the tokens that are left in the end and stand for several, None: nothing."""
+    attention adds for the tokens that are left in the end and stand for several, None: nothing. ``layout``: of the
+    picture that the blocks saw, which a plan may have shrunk."""
 
     taps: tuple[Tensor, ...]
     records: tuple[StageRecord, ...]
-    log_sizes: Tensor | None = None
+    log_sizes: Tensor | None
+    layout: TokenLayout
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,12 +117,14 @@ def forward(
     leftovers: list[Leftover] = []
     records: list[StageRecord] = []
     rope = backbone.rope_of(x.values, layout, None)
-    for layer, block in enumerate(backbone.blocks[: 1 + max(*layers, *(s + 1 for s in plan.stages))]):
-        if plan.fuse_last and layer == backbone.depth - 1 and leftovers:
+    last = backbone.depth - 1
+    for layer, block in enumerate(backbone.blocks[: 1 + max([*layers, *(s + 1 for s in plan.stages)])]):
+        if plan.fuse_last and layer == last and leftovers:
             x, leftovers = whole_sequence(reinserted(x.values, leftovers)), []
             rope = backbone.rope_of(x.values, layout, None)
         entered = x.values
-        x = TokenState(block(entered, rope, log_sizes=x.log_sizes), x.positions, x.sizes, x.log_sizes)
+        seen = backbone.class_rows if plan.class_row and layer == last else None
+        x = TokenState(block(entered, rope, seen, x.log_sizes), x.positions, x.sizes, x.log_sizes)
         if layer in layers or layer in backbone.hook_layers:
             back = plan.reinsert != "none" and leftovers
             taps[layer] = reinserted(x.values, leftovers) if back else x.values
@@ -136,7 +141,7 @@ def forward(
             x = after
             rope = backbone.rope_of(x.values, layout, x.positions)
     sizes = x.log_sizes if plan.reinsert == "none" else None
-    return PrunedRun(tuple(taps[layer] for layer in layers), tuple(records), sizes)
+    return PrunedRun(tuple(taps[layer] for layer in layers), tuple(records), sizes, layout)
 
 
 def decide(
@@ -240,6 +245,8 @@ def stage_scores(
     """Return one score per stage, each checked against the backbone and its stage; ``named`` makes one of a choice."""
     of_kind("plan", plan, PrunePlan, "a PrunePlan; pb.prune makes one of a ratio and stages")
     plan.check_depth(backbone.depth)
+    if not plan.stages:
+        return []
     if isinstance(scores, str):  # whose letters would be taken for scores
         raise PullbackError(f"scores: expected a list with one for each stage or one for all, [{scores!r}].")
     if len(scores) not in (1, len(plan.stages)):

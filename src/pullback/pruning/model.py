@@ -15,8 +15,8 @@ import importlib
 import logging
 import os
 import shutil
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,13 +27,23 @@ from torch import Tensor, nn
 from pullback import registry
 from pullback.backbones import Backbone, Remaining, load_backbone
 from pullback.backbones.loading import locate, read_config, reader_of
-from pullback.backbones.outputs import FIXED_SIZE, as_images, assembler, check_output_class, no_assembler
+from pullback.backbones.outputs import (
+    FIXED_SIZE,
+    as_images,
+    assembler,
+    check_output_class,
+    class_alone,
+    no_assembler,
+)
 from pullback.checks import of_kind
 from pullback.errors import ModelError, PullbackError, ShapeError, first_line
+from pullback.pruning import published, resized
 from pullback.pruning.forward import PrunedRun, forward, prepared
-from pullback.pruning.plan import PrunePlan
+from pullback.pruning.plan import BlockPlan, Plan, PrunePlan
 from pullback.pruning.plan import preset as named_plan
+from pullback.pruning.plan import published as published_plan
 from pullback.pruning.scores import Choice, HeadScore, Modes, StageModes, check_weights, metric_score, networks_of
+from pullback.registry import PRESETS
 from pullback.runs.documents import PRUNED as DOCUMENT
 from pullback.runs.files import make_folder, read_json, replaced_folder, write_bytes, write_json, write_network, writing
 
@@ -53,16 +63,20 @@ class Pruned(nn.Module):
     """A model that removes tokens on the way, as `restore` takes it; ``model`` is the original, untouched."""
 
     model: Any
-    plan: PrunePlan
+    plan: Any
 
 
 def prune(
     model: nn.Module,
-    score: Choice | Sequence[Choice],
+    score: Choice | Sequence[Choice] | None = None,
     *,
-    ratio: float | Sequence[float],
-    stages: Sequence[int],
+    ratio: float | Sequence[float] | None = None,
+    stages: Sequence[int] | None = None,
     preset: str = "best",
+    r: int | tuple[float, float] | Sequence[int] | None = None,
+    keep: float | None = None,
+    size: int | None = None,
+    output: str = "model",
     dense: bool | None = None,
     modes: Modes | nn.Module | None = None,
 ) -> PrunedModel:
@@ -74,13 +88,27 @@ def prune(
     function of the tokens [B, N, D] and the context; one for all stages, or one for each. ``ratio``: share of the patch
     tokens that is removed in the end, split equally over the stages, or a share for each. ``stages``: removal after
     these blocks.
+    ``preset``: "best", another plan of stages (paper, drop, bipartite, attention-drop, strided), or a published rule as
+    its authors run it, which takes no score, ratio or stages: "tome" with ``r`` tokens merged in every block ((8, -1):
+    decreasing from 16 to 0), "pitome" or "evit" with the share ``keep`` of the patches, "resize" with ``size``, "none".
+    ``size``: with any preset, the picture is first shrunk until its shorter side has so many pixels.
+    ``output``: "cls" computes the class token alone in the last block, for outputs that read nothing else;
+    last_hidden_state is None then.
     ``dense``: all patch tokens come back to their places in the output (default: where the model's own decoder or
     classifier reads them); without it last_hidden_state holds the tokens that are left, and only its class token and
     the pooled output are safe to read. ``modes``: preset "paper" on class tokens matches by d_task, with the
     metric of a Spectral Pullback Network: the score itself, or this one; or with exact modes, a function.
     """
     scores: list[Any] = list(score) if isinstance(score, (list, tuple, nn.ModuleList)) else [score]
-    pruned = PrunedModel(model, plan_for(model, preset, ratio, stages, dense=dense), scores, modes)
+    plan = plan_for(model, preset, ratio, stages, dense=dense, r=r, keep=keep, size=size, output=output)
+    if isinstance(plan, PrunePlan) and plan.stages:
+        if score is None:
+            raise PullbackError(f"score: preset {preset!r} needs one: a head, or a name such as 'norm'.")
+    elif score is not None:
+        raise PullbackError(f"score: preset {preset!r} has its own, and takes none. Leave it out.")
+    else:
+        scores = []
+    pruned = PrunedModel(model, plan, scores, modes)
     check_weights(pruned.backbone, networks_of(pruned.scores, pruned.modes))
     for note in pruned.plan.notes(pruned.backbone.depth):
         logger.warning(note)
@@ -98,9 +126,17 @@ def _say_once(note: str) -> None:
 
 
 def plan_for(
-    model: nn.Module, preset: str, ratio: float | Sequence[float], stages: Sequence[int], *, dense: bool | None = None
-) -> PrunePlan:
-    """Return the named plan for this model; ``dense`` as in `prune`."""
+    model: nn.Module,
+    preset: str,
+    ratio: float | Sequence[float] | None = None,
+    stages: Sequence[int] | None = None,
+    *,
+    dense: bool | None = None,
+    size: int | None = None,
+    output: str = "model",
+    **knobs: Any,
+) -> Plan:
+    """Return the named plan for this model; the arguments are those of `prune`."""
     _check_model(model)
     backbone = load_backbone(model)
     if assembler(backbone) is None:
@@ -109,7 +145,53 @@ def plan_for(
         dense = backbone.reads_patches
     if not dense and backbone.reads_patches:
         raise PullbackError(f"dense: {_reader(backbone)} reads all patch tokens, so they must come back. Leave it out.")
-    return named_plan(preset, ratio, stages, dense=dense, depth=backbone.depth)
+    known = PRESETS.get(preset)
+    plan: Plan
+    if known is not None and known.knob:
+        _check_unused(preset, {"ratio": ratio, "stages": stages} | _others(knobs, known.knob))
+        plan = published_plan(preset, {**knobs, "size": size}, dense=dense, depth=backbone.depth)
+    else:
+        _check_unused(preset, knobs)
+        if known is not None and (ratio is None or stages is None):
+            missing = "ratio" if ratio is None else "stages"
+            raise PullbackError(f"{missing}: preset {preset!r} needs it, as in prune(..., ratio=0.5, stages=[6]).")
+        plan = named_plan(preset, ratio or 0.0, stages or (), dense=dense, depth=backbone.depth)
+    plan = replace(plan, size=size, class_row=_class_row(backbone, output, dense))
+    _check_fits(plan, backbone)
+    return plan
+
+
+def _others(knobs: Mapping[str, Any], own: str) -> dict[str, Any]:
+    return {name: value for name, value in knobs.items() if name != own}
+
+
+def _check_unused(preset: str, arguments: Mapping[str, Any]) -> None:
+    for name, value in arguments.items():
+        if value is not None:
+            raise PullbackError(f"{name}: preset {preset!r} does not take it, got {value!r}. Leave it out.")
+
+
+def _class_row(backbone: Backbone, output: str, dense: bool) -> bool:
+    """Whether the last block computes the class token alone; an error where the output reads more."""
+    if output not in ("model", "cls"):
+        raise PullbackError(f'output: expected "model" or "cls", got {output!r}.')
+    if output == "cls" and (dense or not class_alone(backbone)):
+        reads = "brings all patch tokens back" if dense and not backbone.reads_patches else "reads more than that"
+        raise PullbackError(
+            f'output: "cls" is for outputs of the class token alone, and the output of {backbone.name} {reads}. Leave '
+            "it out."
+        )
+    return output == "cls"
+
+
+def _check_fits(plan: Plan, backbone: Backbone) -> None:
+    """Raise an error for a size that is no whole number of patches."""
+    if plan.size is not None and plan.size % backbone.patch_size:
+        near = max(1, round(plan.size / backbone.patch_size)) * backbone.patch_size
+        raise PullbackError(
+            f"size: expected a multiple of the patch size {backbone.patch_size} of {backbone.name}, got {plan.size}. "
+            f"The nearest is {near}."
+        )
 
 
 def _reader(backbone: Backbone) -> str:
@@ -149,13 +231,19 @@ class PrunedModel(Pruned):
     """
 
     def __init__(
-        self, model: nn.Module, plan: PrunePlan, scores: Sequence[Choice], modes: Modes | nn.Module | None = None
+        self, model: nn.Module, plan: Plan, scores: Sequence[Choice], modes: Modes | nn.Module | None = None
     ) -> None:
         super().__init__()
         _check_model(model)
         self.model, self.plan = model, plan
         self._take_apart()
-        self.scores, self.modes = prepared(self.backbone, plan, scores, modes)
+        _check_fits(plan, self.backbone)
+        if isinstance(plan, BlockPlan):
+            plan.check_depth(self.backbone.depth)
+            published.rule_of(plan, self.backbone)
+            self.scores, self.modes = [], None
+        else:
+            self.scores, self.modes = prepared(self.backbone, plan, scores, modes)
         self.heads = nn.ModuleList(dict.fromkeys(score for score in self.scores if isinstance(score, nn.Module)))
         self.eval()
 
@@ -186,21 +274,32 @@ class PrunedModel(Pruned):
     @property
     def has_output(self) -> bool:
         """Whether the model's own output can be made of what this plan leaves; `run` works without it, too."""
-        back = self.plan.reinsert != "none" or not self.backbone.reads_patches
+        back = self.plan.comes_back or not self.backbone.reads_patches
         return back and self._assemble is not None
 
     @property
     def shortened(self) -> bool:
         """Whether the output holds tokens, and fewer of them than the model's own."""
-        left = self.plan.ratio > 0 and self.plan.reinsert == "none"
-        return left and self.has_output and self.backbone.classifier is None
+        fewer = (self.plan.removes or self.plan.size is not None) and self.plan.reinsert == "none"
+        read = self.backbone.classifier is not None or self.backbone.hook_layers or self.plan.class_row
+        return fewer and self.has_output and not read
 
     def __repr__(self) -> str:
-        shares = ", ".join(
-            f"{share:.3g} after block {stage}" for stage, share in zip(self.plan.stages, self.plan.shares, strict=True)
-        )
         note = _SHORTENED if self.shortened else "its output has the shape of the model's"
-        return f"PrunedModel({type(self.model).__name__}, share of the patch tokens removed: {shares}; {note})"
+        if self.plan.class_row:
+            note = "its output is that of the class token"
+        return f"PrunedModel({type(self.model).__name__}, {self._told()}; {note})"
+
+    def _told(self) -> str:
+        """Say what the plan does."""
+        told = [] if self.plan.size is None else [f"pictures shrunk to {self.plan.size} pixels"]
+        if isinstance(self.plan, BlockPlan):
+            told.append(str(self.plan))
+        elif self.plan.stages:
+            shares = zip(self.plan.stages, self.plan.shares, strict=True)
+            parts = ", ".join(f"{share:.3g} after block {stage}" for stage, share in shares)
+            told.append(f"share of the patch tokens removed: {parts}")
+        return ", ".join(told) or "nothing is removed"
 
     def train(self, mode: bool = True) -> PrunedModel:
         """Stay in evaluation mode, also inside a network that is trained: the model is frozen, and not ours alone."""
@@ -209,7 +308,7 @@ class PrunedModel(Pruned):
     def forward(self, pixel_values: Tensor, **options: Any) -> Any:
         if not isinstance(pixel_values, Tensor):
             raise ShapeError(f"pixel_values: expected images [B, 3, H, W], got {type(pixel_values).__name__}.")
-        if self.plan.ratio == 0:
+        if self.plan.idle:
             return self.model(pixel_values, **options)
         if self.backbone.family == "siglip2":
             mask, shapes = options.pop("pixel_attention_mask", None), options.pop("spatial_shapes", None)
@@ -235,15 +334,22 @@ class PrunedModel(Pruned):
             )
         hooks = self.backbone.hook_layers
         run = self.run(pixel_values, (*hooks, self.backbone.depth - 1))
-        layout = self.backbone.token_layout(self._whole_patches(pixel_values))
-        left = Remaining(run.taps[-1], layout, run.log_sizes, run.taps[: len(hooks)])
-        return self._assemble(self.backbone, left), run
+        left = Remaining(run.taps[-1], run.layout, run.log_sizes, run.taps[: len(hooks)], self.plan.class_row)
+        whole = self._whole_patches(pixel_values)
+        if self.plan.size is not None and self.plan.reinsert != "none" and not self.backbone.reads_patches:
+            left = resized.tokens_at(left, self.backbone.token_layout(whole))
+        output = self._assemble(self.backbone, left)
+        return resized.maps_at(output, whole.shape[-2:]) if hooks and self.plan.size is not None else output, run
 
     def run(self, pixel_values: Tensor, layers: Sequence[int]) -> PrunedRun:
         """Return the tokens at some layers, and what each stage did."""
         if not torch.compiler.is_compiling() and self._stale():
             self._take_apart()
         images = self._whole_patches(pixel_values)
+        if self.plan.size is not None:
+            images = resized.shrunk(images, self.plan.size, self.backbone.patch_size)
+        if isinstance(self.plan, BlockPlan):
+            return published.forward(self.backbone, images, self.plan, layers=layers)
         return forward(self.backbone, images, self.plan, self.scores, layers=layers, modes=self.modes)
 
     def save_pretrained(self, folder: str | Path, *, processor: Any | None = None) -> Path:
@@ -293,7 +399,8 @@ class PrunedModel(Pruned):
         folder = Path(folder)
         try:
             document = read_json(folder / DOCUMENT)
-            plan, address, scores = PrunePlan(**document["plan"]), str(document["class"]), document["scores"]
+            kind = BlockPlan if "rule" in document["plan"] else PrunePlan
+            plan, address, scores = kind(**document["plan"]), str(document["class"]), document["scores"]
             modes = {int(layer): _mode_entry(layer, entry) for layer, entry in document["modes"].items()}
             used = {entry["head"]: entry for entry in [*scores, *modes.values()] if "name" not in entry}
         except (PullbackError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -17,11 +17,95 @@ Weighting = Literal["importance", "size"]
 Reinsert = Literal["none", "frozen", "drift", "copy"]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What every plan may ask for.
+
+    ``size``: the picture's shorter side in pixels, to which it is shrunk before anything else; None: as it comes.
+    ``class_row``: the last block computes the class token alone, for outputs that read nothing else.
+    """
+
+    size: int | None = None
+    class_row: bool = False
+
+    def _check_input(self) -> None:
+        whole = isinstance(self.size, int) and not isinstance(self.size, bool)
+        if self.size is not None and not (whole and self.size > 0):
+            raise PullbackError(f"size: expected the picture's shorter side in pixels, such as 182, got {self.size!r}.")
+
+    @property
+    def removes(self) -> bool:
+        """Whether any token is removed."""
+        raise NotImplementedError
+
+    @property
+    def comes_back(self) -> bool:
+        """Whether removed tokens come back where a decoder reads them."""
+        raise NotImplementedError
+
+    @property
+    def idle(self) -> bool:
+        """Whether the model runs as it is."""
+        return not (self.removes or self.size or self.class_row)
+
+
 @dataclass(frozen=True)
-class PrunePlan:
+class BlockPlan(Plan):
+    """A published rule, which acts inside blocks, between attention and MLP (`pullback.pruning.published`).
+
+    ``merged``: tokens that each block merges (ToMe), from block 0 on. ``keep``: share of the patch tokens that stays in
+    every block (PiToMe), or in each of the blocks ``stages`` (EViT). ``reinsert``: "copy" where a decoder reads patch
+    tokens: a removed token comes back as a copy of the one that it went into.
+    """
+
+    rule: Literal["tome", "pitome", "evit"]
+    merged: tuple[int, ...] = ()
+    keep: float = 1.0
+    stages: tuple[int, ...] = ()
+    reinsert: Literal["none", "copy"] = "none"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "merged", tuple(self.merged))
+        object.__setattr__(self, "stages", as_blocks(self.stages))
+        self._check_input()
+        if self.rule not in ("tome", "pitome", "evit"):
+            raise PullbackError(f"rule: expected one of tome, pitome, evit, got {self.rule!r}.")
+        if not all(isinstance(count, int) and is_number(count) and count >= 0 for count in self.merged):
+            raise PullbackError(f"r: expected how many tokens each block merges, 0 or more, got {list(self.merged)}.")
+        if not (is_number(self.keep) and 0 < self.keep <= 1):
+            raise PullbackError(f"keep: expected a share of the patch tokens above 0 and up to 1, got {self.keep!r}.")
+
+    @property
+    def removes(self) -> bool:
+        return any(self.merged) if self.rule == "tome" else self.keep < 1
+
+    @property
+    def comes_back(self) -> bool:
+        return self.reinsert != "none"
+
+    def check_depth(self, depth: int) -> None:
+        """Raise an error if a backbone with ``depth`` blocks does not have these blocks."""
+        last = max((*self.stages, len(self.merged) - 1), default=0)
+        if last >= depth:
+            raise PullbackError(f"preset: {self.rule!r} is planned for block {last}, and the model has {depth} blocks.")
+
+    def notes(self, depth: int) -> tuple[str, ...]:
+        return ()
+
+    def __str__(self) -> str:
+        if self.rule == "tome":
+            same = len(set(self.merged)) == 1
+            return f"ToMe, {self.merged[0] if same else list(self.merged)} tokens merged in each block"
+        where = "every block" if self.rule == "pitome" else f"each of the blocks {', '.join(map(str, self.stages))}"
+        return f"{'PiToMe' if self.rule == 'pitome' else 'EViT'}, {self.keep:g} of the patch tokens kept in {where}"
+
+
+@dataclass(frozen=True)
+class PrunePlan(Plan):
     """What is removed at each stage, and what becomes of it.
 
-    Stage l acts on F^l, the output of block l, so block l + 1 is the first that sees fewer tokens.
+    Stage l acts on F^l, the output of block l, so block l + 1 is the first that sees fewer tokens. Without stages
+    nothing is removed.
 
     ``shares``: of the original patch tokens, removed at each stage; together they are the prune ratio.
     ``select``: the lowest scores go, or the lowest score^trust x distance to the partner. With ``trust`` = 1 these are
@@ -52,12 +136,11 @@ class PrunePlan:
         object.__setattr__(self, "stages", as_blocks(self.stages))
         object.__setattr__(self, "shares", as_shares(self.shares, len(self.stages)))
         object.__setattr__(self, "gates", tuple(self.gates) or (-1.0,) * len(self.stages))
+        self._check_input()
         self._check_stages()
         self._check_words()
 
     def _check_stages(self) -> None:
-        if not self.stages:
-            raise PullbackError("stages: expected at least one block index such as [3], got none.")
         if any(stage < 0 for stage in self.stages):
             raise PullbackError(f"stages: expected block indices from 0, got {list(self.stages)}.")
         if list(self.stages) != sorted(set(self.stages)):
@@ -90,6 +173,14 @@ class PrunePlan:
     def ratio(self) -> float:
         return sum(self.shares)
 
+    @property
+    def removes(self) -> bool:
+        return self.ratio > 0
+
+    @property
+    def comes_back(self) -> bool:
+        return self.reinsert != "none" or not self.removes
+
     def counts(self, patches: int) -> tuple[int, ...]:
         """Return how many tokens each stage removes; together round(ratio * patches)."""
         edges = [0]
@@ -99,7 +190,7 @@ class PrunePlan:
 
     def check_depth(self, depth: int) -> None:
         """Raise an error if a backbone with ``depth`` blocks does not have these stages."""
-        if self.stages[-1] > depth - 2:
+        if self.stages and self.stages[-1] > depth - 2:
             raise PullbackError(
                 f"stages: expected blocks from 0 to {depth - 2} (of {depth}: after the last one nothing is left to "
                 f"save), got {list(self.stages)}."
@@ -107,7 +198,7 @@ class PrunePlan:
 
     def notes(self, depth: int) -> tuple[str, ...]:
         """Return warnings about stages that are allowed but useless on a backbone with ``depth`` blocks."""
-        if self.fuse_last and self.stages[-1] == depth - 2 and self.shares[-1] > 0:
+        if self.fuse_last and self.stages[-1:] == (depth - 2,) and self.shares[-1] > 0:
             return (
                 f"stages: block {depth - 2} is the last but one, and Last-Layer Fusion runs the last one on all "
                 "tokens, so this stage changes nothing and costs time.",
@@ -162,13 +253,17 @@ def preset(
     """Return the plan of this name (`pullback.registry.PRESETS` says what each is).
 
     ``ratio``: split equally over the stages, or a share for each. ``dense``: the decoder reads patches. ``depth``:
-    number of blocks of the backbone. tome, evit and strided are baselines from the literature that work on frozen
-    models; their score is "tome", "evit" or "strided".
+    number of blocks of the backbone. bipartite, attention-drop and strided are single-stage forms of rules from the
+    literature, each with its own score.
     """
-    stages = as_blocks(stages)
-    shares = as_shares(ratio, len(stages))
     if name not in PRESETS:
         raise PullbackError(f"preset: expected one of {', '.join(PRESETS)}, got {name!r}.")
+    if PRESETS[name].knob:
+        raise PullbackError(f"preset: {name!r} runs as its authors published it, and takes no ratio and stages.")
+    stages = as_blocks(stages)
+    if not stages:
+        raise PullbackError("stages: expected at least one block index such as [3], got none.")
+    shares = as_shares(ratio, len(stages))
     if name == "best":
         return _best(stages, shares, dense, depth)
     back: Reinsert = "copy" if dense else "none"
@@ -176,11 +271,62 @@ def preset(
         return PrunePlan(stages, shares, match="none", reinsert="frozen", fuse_last=True)
     if name == "paper":
         return PrunePlan(stages, shares, match="task")
-    if name == "tome":
+    if name == "bipartite":
         return PrunePlan(stages, shares, match="bipartite", weighting="size", sizes=True, reinsert=back)
     if name == "strided":
         return PrunePlan(stages, shares, match="strided", weighting="size", sizes=True, reinsert=back)
     return PrunePlan(stages, shares, match="none", reinsert="frozen" if dense else "none")
+
+
+def published(name: str, knobs: Mapping[str, Any], *, dense: bool = False, depth: int = 12) -> Plan:
+    """Return the plan of a published rule, or of a smaller picture, from the one knob that it has.
+
+    ``knobs``: r of "tome", a number, (r, inflection) as its authors have it, or one for each block; keep of "pitome"
+    and "evit"; size of "resize"; none of "none".
+    """
+    knob = PRESETS[name].knob
+    value = plain(knobs.get(knob))
+    if name in ("resize", "none"):
+        if knob != "none" and value is None:
+            raise PullbackError("size: expected the picture's shorter side in pixels, such as 182, got None.")
+        return PrunePlan((), (), size=value, reinsert="copy" if dense else "none")
+    if value is None:
+        example = {"r": "8", "keep": "0.95" if name == "pitome" else "0.7"}[knob]
+        raise PullbackError(f"{knob}: preset {name!r} needs it, such as {knob}={example}.")
+    back: Literal["none", "copy"] = "copy" if dense else "none"
+    if name == "tome":
+        return BlockPlan("tome", merged=_merged_by_block(value, depth), reinsert=back)
+    if not is_number(value):
+        raise PullbackError(f"keep: expected a share of the patch tokens above 0 and up to 1, got {value!r}.")
+    stages = evit_blocks(depth) if name == "evit" else ()
+    return BlockPlan(name, keep=float(value), stages=stages, reinsert=back)  # type: ignore[arg-type]
+
+
+def evit_blocks(depth: int) -> tuple[int, ...]:
+    """Return the blocks in which EViT removes tokens: 3, 6 and 9 of 12 (0-based), at the same quarters of others."""
+    return tuple(dict.fromkeys(depth * quarter // 4 for quarter in (1, 2, 3)))
+
+
+def _merged_by_block(r: Any, depth: int) -> tuple[int, ...]:
+    """Return ToMe's r of every block. (r, inflection) runs linearly from r (1 - inflection) to r (1 + inflection), so
+    that (8, -1) decreases from 16 to 0; a list is continued with 0."""
+    if is_number(r) and isinstance(r, int):
+        return (r,) * depth
+    values = _listed(r)
+    if isinstance(r, tuple) and values is not None and len(values) == 2 and all(is_number(value) for value in values):
+        mean, inflection = values
+        if not (float(mean).is_integer() and -1 <= inflection <= 1):
+            raise PullbackError(f"r: expected (tokens, inflection from -1 to 1) such as (8, -1), got {r!r}.")
+        first, last = int(mean * (1 - inflection)), 2 * mean - int(mean * (1 - inflection))
+        step = (last - first) / max(1, depth - 1)
+        return tuple(int(first + step * block) for block in range(depth))
+    whole = values is not None and all(isinstance(value, int) and is_number(value) for value in values)
+    if values is None or not whole or len(values) > depth:
+        raise PullbackError(
+            f"r: expected how many tokens each block merges, such as 8, (8, -1) for a decreasing schedule, or a list "
+            f"of up to {depth}, got {r!r}."
+        )
+    return (*values, *(0,) * (depth - len(values)))
 
 
 def _best(stages: tuple[int, ...], shares: tuple[float, ...], dense: bool, depth: int) -> PrunePlan:
