@@ -27,7 +27,7 @@ class PrunePlan:
     ``select``: the lowest scores go, or the lowest score^trust x distance to the partner. With ``trust`` = 1 these are
     the two factors of `eq:pruning_bound`; less of it lets the distance count for more.
     ``match``: the partner of a removed token is the nearest kept one by d_task (`eq:dtask`) or by cosine, or by cosine
-    in ToMe's second set or on a strided grid; "none" drops what is removed.
+    among every other patch (ToMe's second set) or a strided grid; "none" drops what is removed.
     ``gates``: for each stage the cosine under which a token is dropped rather than merged.
     ``weighting`` of the mean that replaces the partner. ``sizes``: later attention counts a token as often as what it
     stands for. ``safe``: nothing is merged into tokens of unusual norm.
@@ -162,8 +162,8 @@ def preset(
     """Return the plan of this name (`pullback.registry.PRESETS` says what each is).
 
     ``ratio``: split equally over the stages, or a share for each. ``dense``: the decoder reads patches. ``depth``:
-    number of blocks of the backbone. tome, evit and strided are baselines from the literature that work on frozen
-    models; their score is "tome", "evit" or "strided".
+    number of blocks of the backbone. bipartite, attention-drop and strided are baselines after methods of the
+    literature, in the stages that are given; their scores are "bipartite", "class-attention" and "strided".
     """
     stages = as_blocks(stages)
     shares = as_shares(ratio, len(stages))
@@ -176,7 +176,7 @@ def preset(
         return PrunePlan(stages, shares, match="none", reinsert="frozen", fuse_last=True)
     if name == "paper":
         return PrunePlan(stages, shares, match="task")
-    if name == "tome":
+    if name == "bipartite":
         return PrunePlan(stages, shares, match="bipartite", weighting="size", sizes=True, reinsert=back)
     if name == "strided":
         return PrunePlan(stages, shares, match="strided", weighting="size", sizes=True, reinsert=back)
