@@ -56,7 +56,7 @@ TRAIN = {SCENES: SCENES, PHOTOS: "train"}
 DISTANCE = {"depth": "log"}
 """The task distance by decoder: errors of depth are errors of its logarithm."""
 ORIGINAL, BOTTLENECK = "original", "bottleneck"
-NAMED = ("tome", "random", "norm", "cls-similarity")
+NAMED = ("bipartite", "random", "norm", "cls-similarity")
 REFERENCE = f"exact, {ORIGINAL}"
 
 

@@ -123,7 +123,7 @@ def test_scores_of_both_probes_prune_beside_those_without_a_jacobian(benchmark, 
     case = json.loads((tmp_path / "bottleneck_pruning_cpu.json").read_text())["cases"]["scenes"]
     rows = {row["score"]: row for row in case["rows"]}
     jacobian = [f"{kind}, {probe}" for kind in ("exact", "32 products", "head") for probe in ("original", "bottleneck")]
-    assert set(rows) == {*jacobian, "tome", "random", "norm", "cls-similarity"}
+    assert set(rows) == {*jacobian, "bipartite", "random", "norm", "cls-similarity"}
     assert case["measure"] == "silog" and all(row["mean"] > 0 for row in rows.values())
     exact = rows.pop("exact, original")
     assert exact["products"] > 32 and "more than exact" not in exact

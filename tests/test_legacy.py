@@ -32,7 +32,7 @@ TRAIN = {
 TARGETS = ("targets", *PROBE, "--images", "images", "--crops", "2", "--shard-size", "6", "--seed", "1")
 PRUNE = (
     *("prune", "model", "--images", "images", "--size", "28x42", "--stages", "1", "--rank", "3", "--device", "cpu"),
-    *("--head", "run-head/model", "--preset", "best,tome", "--scores", "importance,norm,random"),
+    *("--head", "run-head/model", "--preset", "best,bipartite", "--scores", "importance,norm,random"),
     *("--ratios", "0.4,0.7", "--batch", "4", "--time", "none"),
 )
 ABLATION = (
@@ -180,6 +180,20 @@ def test_a_run_of_other_settings_is_still_refused(place, monkeypatch, capsys):
 def test_a_comparison_is_not_added_to(place, monkeypatch, capsys, name):
     said = refused(monkeypatch, capsys, place / name, *PRUNE)
     assert f"{name} holds a comparison of an older version of pullback, which did not record decoder_identity" in said
+
+
+def test_rules_of_a_comparison_have_the_names_of_today(place):
+    """Two presets of one stage were once named after published methods, which these are not."""
+    from pullback.pruning.compare import RuleRows
+    from pullback.pruning.rules import Rule
+    from pullback.runs.documents import ROWS, read_summary
+
+    found = read_summary(Path("comparison"))
+    rules = {(rule["preset"], rule["score"]) for rule in found["rules"]}
+    assert found["presets"] == ["best", "bipartite"]
+    assert ("bipartite", "bipartite") in rules and "tome" not in str(found)
+    rows = RuleRows(Path("comparison") / ROWS)
+    assert len(rows.of(Rule("bipartite", "bipartite", 0.4))) == 6 and not rows.of(Rule("tome", "tome", 0.4))
 
 
 def test_a_diagnosis_is_still_shown(place):

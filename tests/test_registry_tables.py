@@ -55,6 +55,14 @@ def test_a_family_of_several_views_has_its_own_decoders_alone():
     assert all(entry.family is None for entry in registry.decoders_for("dinov2"))
 
 
+def test_a_former_name_of_a_score_is_never_given_again():
+    """Files with it would be read as what it meant, whatever it means now."""
+    taken = {*registry.SCORES, *(entry.score for entry in registry.PRESETS.values())}
+    assert not taken & set(registry.FORMER_SCORES) and set(registry.FORMER_SCORES.values()) <= taken
+    with pytest.raises(PullbackError, match="entry: 'tome' means the score 'bipartite' in files of earlier versions"):
+        registry.register_score(ScoreEntry("tome", "my.scores:score", "x"))
+
+
 def test_names_with_numbers_match_as_a_whole():
     (sized,) = [entry for entry in DECODERS if entry.name == "depth-GxG" and entry.family is None]
     assert sized.match("depth-8x16").groups() == ("8", "16")

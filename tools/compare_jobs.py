@@ -4,7 +4,7 @@
     PYTHONPATH=<checkout>/src python tools/compare_jobs.py run INPUTS OUT JOB [JOB ...] [--device cuda] [--weights DIR]
 
 A job reaches `pullback` through `python -m pullback` (in this process, so that torch is imported once), through names
-of `pb.` and through files on disk. The few names that are not public are imported in `renderer` and `held_in` alone.
+of `pb.` and through files on disk. The few names that are not public are imported between `renderer` and `held_in`.
 A job that fails leaves its traceback in place of a result. Results are pickles of {name: number, text or array}.
 """
 
@@ -79,6 +79,40 @@ def renderer() -> Callable[..., Any]:
         with contextlib.suppress(ModuleNotFoundError, AttributeError):
             return importlib.import_module(module).render
     raise ImportError("no module of this checkout has the renderer of scenes: add its place to compare_jobs.renderer")
+
+
+FORMER = {
+    "scores": {"bipartite": "tome", "class-attention": "evit"},
+    "presets": {"bipartite": "tome", "attention-drop": "evit"},
+}
+"""What older checkouts call scores and presets of one stage. Jobs and their results have the newer names."""
+
+
+def has_former_names() -> bool:
+    return "bipartite" not in importlib.import_module("pullback.registry").SCORES
+
+
+def names_here(kind: str, names: str) -> str:
+    """Scores or presets, by commas, as this checkout calls them."""
+    former = FORMER[kind] if has_former_names() else {}
+    return ",".join(former.get(name, name) for name in names.split(","))
+
+
+def with_newer_names(value: Any) -> Any:
+    """A part of a comparison with the newer names, whatever this checkout calls them."""
+    if not has_former_names():
+        return value
+    scores, presets = ({old: new for new, old in former.items()} for former in FORMER.values())
+    newer = {"score": scores, "scores": scores, "reference": scores, "preset": presets, "presets": presets}
+
+    def named(part: Any, names: dict[str, str]) -> Any:
+        if isinstance(part, dict):
+            return {key: named(own, newer.get(key, {})) for key, own in part.items()}
+        if isinstance(part, list):
+            return [named(own, names) for own in part]
+        return names.get(part, part) if isinstance(part, str) else part
+
+    return named(value, {})
 
 
 def held_in(pruned: Any) -> dict[str, Any]:
@@ -199,7 +233,7 @@ def arrays(path: Path) -> dict[str, Any]:
 
 def rows_by(path: Path, *names: str) -> dict[str, Any]:
     """JSON lines by what identifies a row, so that their order does not count."""
-    rows = [plain(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+    rows = [with_newer_names(plain(json.loads(line))) for line in path.read_text(encoding="utf-8").splitlines()]
     return {" ".join(str(row[name]) for name in names): row for row in rows}
 
 
@@ -373,41 +407,44 @@ def metrics(run: Path) -> list[Any]:
 # Pruning
 
 
-def comparison(place: Place, *arguments: str | Path) -> dict[str, Any]:
+def comparison(place: Place, *arguments: str | Path, presets: str, scores: str) -> dict[str, Any]:
     folder = place.out / "comparison"
-    command(place, "prune", *arguments, "--time", "none", "--out", folder)
+    named = ("--preset", names_here("presets", presets), "--scores", names_here("scores", scores))
+    command(place, "prune", *arguments, *named, "--time", "none", "--out", folder)
     rows = rows_by(folder / "rows.jsonl", "preset", "score", "ratio", "image")
-    return {"rows": rows, **documents(folder, "summary.json")}
+    return {"rows": rows, **with_newer_names(documents(folder, "summary.json"))}
 
 
 @job("prune-cls")
 def prune_cls(place: Place) -> dict[str, Any]:
-    scores = "importance,spn,exact,block-norm,random,tome,strided,evit,norm,cls-similarity"
-    options = ("--preset", "best,paper,drop,tome,evit,strided", "--scores", scores, "--ratios", "0.3,0.6")
+    presets = "best,paper,drop,bipartite,attention-drop,strided"
+    scores = "importance,spn,exact,block-norm,random,bipartite,strided,class-attention,norm,cls-similarity"
     networks = ("--head", place.inputs / "head", "--spn", place.inputs / "spn", "--bank", place.inputs / "classes")
     images = ("--images", place.inputs / "classes", "--size", str(SIZE), "--limit", "5", "--batch", "3")
-    return comparison(place, "tiny-scenes", *images, *options, *networks, "--stages", "6", "--rank", "6")
+    options = ("--ratios", "0.3,0.6", "--stages", "6", "--rank", "6")
+    return comparison(place, "tiny-scenes", *images, *networks, *options, presets=presets, scores=scores)
 
 
 @job("prune-depth")
 def prune_depth(place: Place) -> dict[str, Any]:
-    options = ("--preset", "best,paper,drop,tome", "--scores", "exact,norm,random", "--ratios", "0.4", "--stages", "4")
+    options = ("--decoder", "depth-8x8", "--ratios", "0.4", "--stages", "4", "--rank", "6")
     images = ("--images", place.photos, "--size", "56", "--limit", "2")
-    return comparison(place, "tiny-scenes", "--decoder", "depth-8x8", *images, *options, "--rank", "6")
+    presets, scores = "best,paper,drop,bipartite", "exact,norm,random"
+    return comparison(place, "tiny-scenes", *images, *options, presets=presets, scores=scores)
 
 
 @job("prune-stages")
 def prune_stages(place: Place) -> dict[str, Any]:
-    options = ("--preset", "best,drop", "--scores", "norm,random", "--ratios", "0.5", "--stages", "4,8")
+    options = ("--decoder", "depth", "--ratios", "0.5", "--stages", "4,8")
     images = ("--images", place.photos, "--size", str(SIZE), "--limit", "2")
-    return comparison(place, "tiny-scenes", "--decoder", "depth", *images, *options)
+    return comparison(place, "tiny-scenes", *images, *options, presets="best,drop", scores="norm,random")
 
 
 @job("plan")
 def plan(place: Place) -> dict[str, Any]:
     folder = place.out / "planned"
     images = ("--images", place.photos, "--limit", "2", "--size", "56")
-    heads = f"4=norm,6={place.inputs / 'head'},8=evit"
+    heads = f"4=norm,6={place.inputs / 'head'},8={names_here('scores', 'class-attention')}"
     printed = command(place, "plan", "tiny-scenes", *images, "--heads", heads, "--flops", "0.85", "--out", folder)
     found = documents(folder, "pruned.json")["pruned.json"]
     shutil.rmtree(folder)
@@ -442,14 +479,15 @@ def pruned_outputs(
 
     import pullback as pb
 
-    own = {"tome": ["tome"], "evit": ["evit"], "strided": ["strided"]}
-    names: list[Any] = ["random", "norm", "evit", "cls-similarity", "tome", "strided", *networks]
+    own = {"bipartite": ["bipartite"], "attention-drop": ["class-attention"], "strided": ["strided"]}
+    names: list[Any] = ["random", "norm", "class-attention", "cls-similarity", "bipartite", "strided", *networks]
     found: dict[str, Any] = {"unpruned": outputs(model, images)}
-    for preset in ("best", "drop", "paper", "tome", "evit", "strided"):
+    for preset in ("best", "drop", "paper", "bipartite", "attention-drop", "strided"):
         for score in own.get(preset, names):
             label = score if isinstance(score, str) else type(score).__name__
+            choice = names_here("scores", score) if isinstance(score, str) else score
             try:
-                pruned = pb.prune(model, score, ratio=0.5, stages=stages, preset=preset)
+                pruned = pb.prune(model, choice, ratio=0.5, stages=stages, preset=names_here("presets", preset))
             except pb.PullbackError:  # paper on class tokens needs a metric
                 found[f"{preset} {label}"] = "refused"
                 continue
@@ -665,8 +703,8 @@ def dinov2s_targets(place: Place) -> dict[str, Any]:
 @job("dinov2s-prune", weights=True)
 def dinov2s_prune(place: Place) -> dict[str, Any]:
     model, images = dinov2s(place)
-    options = ("--stages", "6", "--ratios", "0.3,0.5", "--preset", "best,tome,drop", "--scores", "evit,norm,random")
-    return comparison(place, model, "--images", images, "--limit", "4", *options)
+    options = ("--images", images, "--limit", "4", "--stages", "6", "--ratios", "0.3,0.5")
+    return comparison(place, model, *options, presets="best,bipartite,drop", scores="class-attention,norm,random")
 
 
 @job("dinov2s-embeddings", weights=True)

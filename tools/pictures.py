@@ -51,7 +51,7 @@ COMMANDS: dict[str, tuple[list[str], str]] = {
     "pruning": (
         [
             DEMO,
-            "pullback prune tiny-scenes --decoder depth --stages 4 --scores norm --preset best,paper,tome "
+            "pullback prune tiny-scenes --decoder depth --stages 4 --scores norm --preset best,paper,bipartite "
             "--ratios 0.1,0.5 --time none --images demo-out/images --out found",
         ],
         "found/tokens.png",

@@ -124,7 +124,7 @@ def pb_prune() -> None:
     import pullback as pb
 
     probe = pb.load_probe("tiny-scenes", "cls", device="cpu")
-    pruned = pb.prune(probe.backbone.model, "evit", ratio=0.5, stages=[4])
+    pruned = pb.prune(probe.backbone.model, "class-attention", ratio=0.5, stages=[4])
     with torch.no_grad():
         pruned(torch.zeros(1, 3, 112, 112))
 

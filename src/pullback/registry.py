@@ -316,9 +316,17 @@ SCORES: dict[str, ScoreEntry] = {
         ScoreEntry("block-norm", "pullback.geometry.scores:exact_block_norms", "|J_t| by Jacobian products", "probe"),
         ScoreEntry("spn", "pullback.pruning.scores:as_score", "importance of a predicted metric", "spn"),
         ScoreEntry("random", "pullback.pruning.scores:random", "uniform"),
-        ScoreEntry("tome", "pullback.pruning.scores:bipartite_redundancy", "ToMe: how unlike every other patch"),
+        ScoreEntry(
+            "bipartite",
+            "pullback.pruning.scores:bipartite_redundancy",
+            "how unlike every other patch: the matching of ToMe, in one stage",
+        ),
         ScoreEntry("strided", "pullback.pruning.scores:strided_redundancy", "how unlike a patch of every 2 x 2"),
-        ScoreEntry("evit", "pullback.pruning.scores:class_attention", "EViT: attention of the class token"),
+        ScoreEntry(
+            "class-attention",
+            "pullback.pruning.scores:class_attention",
+            "attention of the class token, EViT's score",
+        ),
         ScoreEntry("norm", "pullback.pruning.scores:token_norm", "length of the token"),
         ScoreEntry("cls-similarity", "pullback.pruning.scores:class_similarity", "cosine to the class token"),
     )
@@ -330,8 +338,8 @@ PRESETS: dict[str, PresetEntry] = {
         PresetEntry("best", "what won on our measurements"),
         PresetEntry("paper", "section 7 of the paper literally"),
         PresetEntry("drop", "the lowest scores go, nothing else"),
-        PresetEntry("bipartite", "merging in two sets by cosine, in one stage", "tome"),
-        PresetEntry("attention-drop", "dropping by class attention, in one stage", "evit"),
+        PresetEntry("bipartite", "merging by ToMe's matching, in one stage", "bipartite"),
+        PresetEntry("attention-drop", "dropping by class attention, EViT's score", "class-attention"),
         PresetEntry("strided", "merging into one patch of every 2 x 2", "strided"),
         PresetEntry("tome", "ToMe as its authors run it: r tokens are merged in every block", knob="r"),
         PresetEntry("pitome", "PiToMe as its authors run it: every block keeps a share", knob="keep"),
@@ -339,6 +347,15 @@ PRESETS: dict[str, PresetEntry] = {
         PresetEntry("resize", "a smaller picture, of which nothing is removed", knob="size"),
         PresetEntry("none", "nothing is removed", knob="none"),
     )
+}
+
+FORMER_SCORES = {"tome": "bipartite", "evit": "class-attention"}
+"""What scores of one stage were called, after methods that they are not: in files of earlier versions they still are.
+No score, and no preset's own one, may have such a name again."""
+_FORMER_RULES = {("tome", "tome"): ("bipartite", "bipartite"), ("evit", "evit"): ("attention-drop", "class-attention")}
+_AS_PUBLISHED = {
+    "tome": 'ToMe as its authors run it is preset="tome", with r= tokens merged in every block',
+    "evit": 'EViT as its authors run it is preset="evit"',
 }
 
 
@@ -362,8 +379,35 @@ def register_decoder(entry: DecoderEntry) -> DecoderEntry:
 def register_score(entry: ScoreEntry) -> ScoreEntry:
     """Add a score per token, or replace the one of the same name."""
     of_kind("entry", entry, ScoreEntry, "a pullback.ScoreEntry")
+    if entry.name in FORMER_SCORES:
+        raise PullbackError(
+            f"entry: {entry.name!r} means the score {FORMER_SCORES[entry.name]!r} in files of earlier versions. Choose "
+            "another name."
+        )
     SCORES[entry.name] = entry
     return entry
+
+
+def current_rule(preset: str, score: str) -> tuple[str, str]:
+    """Return what the preset and the score of a stored rule are called now.
+
+    A preset with a former name is the one of that time only beside the score of that time: "tome" with "tome" is
+    "bipartite" with "bipartite", and beside any other score it is the published method.
+    """
+    return _FORMER_RULES.get((preset, score), (preset, current_score(score)))
+
+
+def current_score(name: str) -> str:
+    """Return what a stored score is called now."""
+    return FORMER_SCORES.get(name, name)
+
+
+def check_former_score(argument: str, name: str) -> None:
+    """Raise an error that blames ``argument`` for a score by its former name, and says what it is called now."""
+    if name in FORMER_SCORES:
+        raise PullbackError(
+            f"{argument}: the single-stage score {name!r} is now called {FORMER_SCORES[name]!r}. {_AS_PUBLISHED[name]}."
+        )
 
 
 def backbones() -> list[BackboneEntry]:

@@ -223,6 +223,7 @@ prune, a stage twice | {PRUNE} --stages 4,4 | --stages: expected ascending block
 prune, stages backwards | {PRUNE} --stages 8,4 | --stages: expected ascending blocks
 prune, stage too deep | {PRUNE} --stages 11 | --stages: expected blocks from 0 to 10
 prune, unknown score | {PRUNE} --scores wisdom | --scores: expected some of
+prune, former score | {PRUNE} --scores evit | --scores: the single-stage score 'evit' is now called 'class-attention'
 prune, head missing | {PRUNE} --scores importance | --scores: 'importance' needs --head
 prune, unknown preset | {PRUNE} --preset worst | --preset: expected one of best
 prune, head nowhere | {PRUNE} --head no/head | --head: 'no/head' is neither a folder
@@ -243,7 +244,8 @@ plan with two budgets | {PLAN} --degradation 1 | budget: expected one of .*got f
 plan, flops above 1 | {PLAN} --flops 1.5 | --flops: expected a share of the model's own operations
 plan, no milliseconds | {UNBOUND} --milliseconds 0 | --milliseconds: expected milliseconds for one batch
 plan, heads without blocks | {PLAN} --heads norm | --heads: expected BLOCK=HEAD by commas
-plan, a block twice | {PLAN} --heads 4=norm,4=evit | --heads: expected each block once
+plan, a block twice | {PLAN} --heads 4=norm,4=class-attention | --heads: expected each block once
+plan, former score | {PLAN} --heads 4=tome | --heads: the single-stage score 'tome' is now called 'bipartite'
 plan, head nowhere | {PLAN} --heads 4=no/head | --heads: 'no/head' is neither a folder
 plan, block too deep | {PLAN} --heads 11=norm | --heads: expected blocks from 0 to 10
 plan, head of another layer | {PLAN} --heads 6={trained} | --heads: it was trained for layer 10

@@ -1,5 +1,7 @@
 """`pullback plan` on the embedded model."""
 
+import json
+
 import pytest
 from PIL import Image
 from typer.testing import CliRunner
@@ -24,7 +26,9 @@ def run(*arguments):
 
 
 def test_a_plan_within_a_share_of_the_operations(photos, tmp_path):
-    result = run("--images", photos, "--heads", "4=norm,8=evit", "--flops", "0.9", "--stages", 1, "--out", tmp_path)
+    result = run(
+        "--images", photos, "--heads", "4=norm,8=class-attention", "--flops", "0.9", "--stages", 1, "--out", tmp_path
+    )
     assert result.exit_code == 0, result.output
     assert "of the patch tokens after block" in result.output and "plans tried on 2 images" in result.output
     loaded = pb.PrunedModel.from_pretrained(tmp_path)
@@ -37,6 +41,8 @@ def test_a_plan_within_a_share_of_the_operations(photos, tmp_path):
     stored = read_plan(tmp_path)
     assert stored["ratio"] == loaded.plan.ratio and len(stored["trials"]) == stored["measured"]
     assert stored["flops"] <= 0.9 == stored["budget"]["limit"]
+    (tmp_path / "plan.json").write_text(json.dumps({**stored, "scores": {"4": "norm", "8": "evit"}}))
+    assert read_plan(tmp_path)["scores"] == {"4": "norm", "8": "class-attention"}, "as earlier versions called it"
 
 
 @pytest.mark.parametrize(

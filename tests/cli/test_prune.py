@@ -23,6 +23,8 @@ from pullback.learning.spn import SpectralPullbackNetwork, SpnConfig
 from pullback.pruning import compare
 from pullback.pruning.rules import Subject
 from pullback.registry import PRESETS, SCORES
+from pullback.runs.documents import read_examples, read_summary
+from pullback.runs.files import write_arrays
 from pullback.scenes.render import render
 
 app = typer.Typer()
@@ -75,7 +77,7 @@ def compared(photos, head, tmp_path_factory) -> tuple[Result, Path]:
     """Everything at once: a head, exact scores, several presets, literature, timing."""
     out = tmp_path_factory.mktemp("prune") / "new" / "folder"
     options = ("--head", head, "--scores", "random,importance,exact,block-norm", "--rank", 3)
-    options += ("--preset", "best,paper,tome")
+    options += ("--preset", "best,paper,bipartite")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("pullback.pruning.compare._SECONDS", 0.0)
         result = run(photos, out, *SMALL, *options, "--time", "1,2")
@@ -88,7 +90,9 @@ def test_every_image_has_a_row_for_every_rule(compared):
     found = rows(out)
     rules = {(row["preset"], row["score"], row["ratio"]) for row in found}
     assert len(rules) == (2 * 4 + 1) * 2 and len(found) == 3 * len(rules)
-    assert ("tome", "tome", 0.5) in rules and ("tome", "random", 0.5) not in rules, "a preset with its own score"
+    assert ("bipartite", "bipartite", 0.5) in rules and ("bipartite", "random", 0.5) not in rules, (
+        "a preset with its own score"
+    )
     for row in found:
         assert set(row) == {
             "model", "weights", "commit", "seed", "decoder", "layer", "preset", "score", "ratio", "measure", "image",
@@ -111,7 +115,7 @@ def test_the_summary_has_means_intervals_and_tests_against_importance(compared):
         assert against == {
             ("best", "importance"): [],
             ("paper", "importance"): [("best", "importance")],
-            ("tome", "tome"): [("best", "importance")],
+            ("bipartite", "bipartite"): [("best", "importance")],
         }.get(
             (rule["preset"], rule["score"]),
             [("best", "importance")] if rule["preset"] == "best" else [("paper", "importance"), ("best", "importance")],
@@ -132,7 +136,7 @@ def test_cost_is_measured_where_no_jacobian_is_involved(compared):
         assert set(rule["cost"]["milliseconds"]) == {"1", "2"}
         for entry in rule["cost"]["milliseconds"].values():
             assert entry["speedup"] == pytest.approx(entry["unpruned"] / entry["median"])
-    saved = {rule["ratio"]: rule["cost"]["flops"] for rule in document["rules"] if rule["preset"] == "tome"}
+    saved = {rule["ratio"]: rule["cost"]["flops"] for rule in document["rules"] if rule["preset"] == "bipartite"}
     assert saved[0.5] < saved[0.25] < document["unpruned"]["flops"]
 
 
@@ -171,6 +175,28 @@ def test_a_second_run_computes_nothing_and_more_is_added(photos, tmp_path, monke
     assert {row["ratio"] for row in rows(tmp_path)} == {0.25, 0.5, 0.75}
     document = summary(tmp_path)
     assert document["ratios"] == [0.5, 0.75] and document["images"] == 3
+
+
+def test_a_folder_with_former_names_is_gone_on_with(photos, tmp_path, monkeypatch, no_figures):
+    options = (*PLAIN, "--limit", 1, "--preset", "best,bipartite,attention-drop", "--scores", "norm,class-attention")
+    assert run(photos, tmp_path, *options).exit_code == 0
+    before, shown = read_summary(tmp_path), read_examples(tmp_path)
+    formerly = {"bipartite": "tome", "attention-drop": "evit", "class-attention": "evit"}
+    for name in ("rows.jsonl", "summary.json"):
+        text = (tmp_path / name).read_text()
+        for now, former in formerly.items():
+            text = text.replace(f'"{now}"', f'"{former}"')
+        (tmp_path / name).write_text(text)
+    columns = {name: shown[name].tolist() for name in ("presets", "scores")}
+    former = {name: np.array([formerly.get(word, word) for word in words]) for name, words in columns.items()}
+    write_arrays(tmp_path / "examples.npz", {**shown, **former})
+    assert "evit" in (tmp_path / "summary.json").read_text() and "evit" in former["presets"]
+    assert read_summary(tmp_path) == before
+    assert {name: read_examples(tmp_path)[name].tolist() for name in columns} == columns
+    monkeypatch.setattr(Subject, "output", lambda *_: pytest.fail("a row was computed again"))
+    again = run(photos, tmp_path, *options)
+    assert again.exit_code == 0, again.output
+    assert read_summary(tmp_path)["rules"] == before["rules"]
 
 
 def test_random_scores_do_not_depend_on_batches(photos, tmp_path, no_figures):

@@ -3,7 +3,8 @@
 import numpy as np
 
 RATIOS = (0.1, 0.5)
-RULES = [("best", "importance"), ("best", "random"), ("paper", "importance"), ("paper", "random"), ("tome", "tome")]
+MERGING = ("bipartite", "bipartite")
+RULES = [("best", "importance"), ("best", "random"), ("paper", "importance"), ("paper", "random"), MERGING]
 
 
 def rule(preset: str, score: str, ratio: float, level: float) -> dict:
@@ -23,7 +24,7 @@ def document(measure: str = "cosine") -> dict:
     rules = [rule(*name, ratio, 1 + place) for place, name in enumerate(RULES) for ratio in RATIOS]
     return {
         "model": "facebook/dinov2-small", "decoder": "cls", "stages": [4, 8], "size": [224, 224], "measure": measure,
-        "reference": "importance", "presets": ["best", "paper", "tome"], "scores": ["importance", "random"],
+        "reference": "importance", "presets": ["best", "paper", "bipartite"], "scores": ["importance", "random"],
         "ratios": list(RATIOS), "images": 5, "images_compared": 4, "machine": "a machine", "notes": ["stages: odd."],
         "skipped": [{"file": "x.png", "reason": "no picture"}], "unpruned": {"flops": 4e9, "knn": 0.75},
         "rules": rules,
@@ -37,8 +38,8 @@ def arrays(dense: bool, images: int = 2, shape: tuple[int, int] = (3, 4)) -> dic
     found = {
         "pictures": generator.integers(0, 256, (images, 42, 56, 3), dtype=np.uint8),
         "names": np.array(["a.png", "b.png"][:images]),
-        "presets": np.array(["best", "best", "tome"]),
-        "scores": np.array(["importance", "importance", "tome"]),
+        "presets": np.array(["best", "best", "bipartite"]),
+        "scores": np.array(["importance", "importance", "bipartite"]),
         "ratios": np.array([0.1, 0.5, 0.5]),
         "fates": fates,
         "partners": partners,

@@ -26,22 +26,22 @@ from pullback.runs.progress import Progress
 from pullback.runs.provenance import commit
 from pullback.runs.settings import keep_settings
 
-BEST, OTHER, TOME = (Rule(*rule, 0.5) for rule in (("best", "norm"), ("best", "random"), ("tome", "tome")))
+BEST, OTHER, OWN = (Rule(*rule, 0.5) for rule in (("best", "norm"), ("best", "random"), ("bipartite", "bipartite")))
 
 
 def test_presets_of_the_literature_bring_their_own_score():
-    found = rules(["best", "evit"], ["norm", "random"], [0.1, 0.5])
+    found = rules(["best", "attention-drop"], ["norm", "random"], [0.1, 0.5])
     assert [str(rule) for rule in found] == [
-        "best, norm, 0.1", "best, norm, 0.5", "best, random, 0.1", "best, random, 0.5", "evit, evit, 0.1",
-        "evit, evit, 0.5",
+        "best, norm, 0.1", "best, norm, 0.5", "best, random, 0.1", "best, random, 0.5",
+        "attention-drop, class-attention, 0.1", "attention-drop, class-attention, 0.5",
     ]  # fmt: skip
 
 
 def test_panels_show_the_reference_at_every_ratio_then_other_rules_at_the_highest():
-    found = rules(["best", "drop", "tome"], ["norm", "random"], [0.1, 0.5])
+    found = rules(["best", "drop", "bipartite"], ["norm", "random"], [0.1, 0.5])
     shown = [str(rule) for rule in panels(found, "norm")]
     assert shown == ["best, norm, 0.1", "best, norm, 0.5", "drop, norm, 0.5", "best, random, 0.5", "drop, random, 0.5",
-                     "tome, tome, 0.5"]  # fmt: skip
+                     "bipartite, bipartite, 0.5"]  # fmt: skip
 
 
 def test_the_figures_show_a_few_images_of_a_larger_batch(tmp_path):
@@ -180,19 +180,39 @@ def test_the_tests_of_a_summary_are_paired_and_over_common_images(tmp_path):
     store = RuleRows(tmp_path / "rows.jsonl")
     generator = np.random.default_rng(0)
     images = [f"{number}.png" for number in range(20)]
-    values = {rule: generator.random(20) + shift for rule, shift in ((BEST, 0.0), (OTHER, 0.5), (TOME, 1.0))}
+    values = {rule: generator.random(20) + shift for rule, shift in ((BEST, 0.0), (OTHER, 0.5), (OWN, 1.0))}
     for rule, own in values.items():
         store.add(row(rule, image, value) for image, value in zip(images, own.tolist(), strict=True))
     store.add([row(BEST, "only-here.png", 1.0), row(OTHER, "none.png", None)])
-    wanted = [BEST, OTHER, TOME]
+    wanted = [BEST, OTHER, OWN]
     assert images_of_all(store, wanted, [*images, "only-here.png", "none.png"]) == images
-    best, other, tome = summarise(store, wanted, images, ["norm", "random"], 0, {})
+    best, other, own = summarise(store, wanted, images, ["norm", "random"], 0, {})
     assert best["tests"] == [] and best["images"] == 20
     assert other["tests"][0]["p_value"] == pytest.approx(stats.wilcoxon(values[OTHER], values[BEST]).pvalue)
     assert other["tests"][0]["factor"] == pytest.approx(values[OTHER].mean() / values[BEST].mean())
-    assert (tome["tests"][0]["preset"], tome["tests"][0]["score"]) == ("best", "norm")
+    assert (own["tests"][0]["preset"], own["tests"][0]["score"]) == ("best", "norm")
     low, high = other["tests"][0]["interval"]
     assert 0 < low < other["tests"][0]["difference"] < high
+
+
+def test_rows_and_costs_by_former_names_are_those_of_the_rules_of_today(tmp_path):
+    former = [("tome", "tome"), ("evit", "evit"), ("best", "evit")]
+    now = [("bipartite", "bipartite"), ("attention-drop", "class-attention"), ("best", "class-attention")]
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps(row(Rule(*names, 0.5), "a.png", float(value))) + "\n" for value, names in enumerate(former))
+    )
+    store = RuleRows(tmp_path / "rows.jsonl")
+    assert [store.of(Rule(*names, 0.5))["a.png"]["value"] for names in now] == [0.0, 1.0, 2.0]
+    stored = [{"preset": preset, "score": score, "ratio": 0.5, "flops": 7} for preset, score in former]
+    (tmp_path / "cost.json").write_text(json.dumps({"machine": "m", "unpruned_flops": 9, "rules": stored}))
+    costs = Costs(tmp_path / "cost.json", "m").rules
+    assert list(costs) == [Rule(*names, 0.5) for names in now]
+    assert [(cost["preset"], cost["score"]) for cost in costs.values()] == now
+
+
+def test_rows_of_a_published_method_are_not_those_of_its_namesake():
+    published = {"preset": "tome", "score": "keys", "ratio": 0.5}
+    assert Rule.of(published) == Rule("tome", "keys", 0.5)
 
 
 def test_the_reference_is_importance_or_the_first():

@@ -40,11 +40,11 @@ PLANS = {
     "paper": preset("paper", 0.4, [2]),
     "best": preset("best", 0.4, [1, 3]),
     "cost": PrunePlan((2,), (0.4,), select="cost", sizes=True, safe=True),
-    "tome": preset("tome", 0.4, [2]),
+    "bipartite": preset("bipartite", 0.4, [2]),
     "strided": preset("strided", 0.4, [2]),
     "dense-paper": preset("paper", 0.4, [2], dense=True),
     "dense-best": preset("best", 0.4, [1, 3], dense=True),
-    "dense-tome": preset("tome", 0.4, [1, 3], dense=True),
+    "dense-bipartite": preset("bipartite", 0.4, [1, 3], dense=True),
     "dense-drop": preset("drop", 0.4, [2], dense=True),
 }
 
@@ -131,7 +131,7 @@ def test_an_image_alone_and_in_a_batch(backbone, images, name):
             assert torch.equal(ours.removed[number : number + 1], theirs.removed)
 
 
-@pytest.mark.parametrize("score", ["head", "tome", "strided", "evit", "norm", "cls-similarity"])
+@pytest.mark.parametrize("score", ["head", "bipartite", "strided", "class-attention", "norm", "cls-similarity"])
 @pytest.mark.parametrize("dense", [False, True])
 def test_every_score_looks_at_its_image_alone(backbone, images, score, dense):
     torch.manual_seed(0)

@@ -96,7 +96,7 @@ def test_two_copies_live_side_by_side_and_the_model_stays_as_it_was():
     methods = {name: type(module).forward for name, module in model.named_modules()}
     light = pb.prune(model, "norm", ratio=0.2, stages=[0])
     alone = light(images).pooler_output
-    heavy = pb.prune(model, "evit", ratio=0.7, stages=[0, 1])
+    heavy = pb.prune(model, "class-attention", ratio=0.7, stages=[0, 1])
     outputs = heavy(images).pooler_output, light(images).pooler_output
     assert torch.equal(outputs[1], alone) and not torch.equal(*outputs)
     assert pb.restore(light) is model and pb.restore(heavy) is model
@@ -141,7 +141,7 @@ def test_half_precision_is_near_full_precision(dtype, allowed):
     """On trained weights. Tokens whose scores are close may change places, which costs little."""
     model = load_backbone("tiny-scenes", device="cpu").model
     images = normalised(render(range(2), size=224).rgb[:, 0])
-    fast = pb.prune(model, "evit", ratio=0.3, stages=[4])
+    fast = pb.prune(model, "class-attention", ratio=0.3, stages=[4])
     wide = fast(images).predicted_depth
     with torch.autocast("cpu", dtype):
         narrow = fast(images).predicted_depth

@@ -16,7 +16,7 @@ from pullback.models.dinov2 import Dinov2, Dinov2Config
 
 def pruned(model, **options):
     torch.manual_seed(0)
-    heads = [ImportanceHead(24, 16, 4).double(), "evit"]
+    heads = [ImportanceHead(24, 16, 4).double(), "class-attention"]
     return pb.prune(model, heads, **{"ratio": 0.5, "stages": [0, 1], **options})
 
 

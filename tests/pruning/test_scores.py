@@ -1,10 +1,12 @@
 """Scores see one image at a time, and mean what their papers say."""
 
 import copy
+import re
 
 import pytest
 import torch
 
+import pullback as pb
 from helpers.families import images_for, model_of, random_normal, seeded_vit
 from pullback.backbones import load_backbone
 from pullback.errors import ModelError, PullbackError, ShapeError
@@ -62,7 +64,7 @@ def test_class_attention_counts_merged_tokens_by_their_size():
 
 def test_without_a_class_token_there_is_no_class_attention():
     tokens, context = context_of(load_backbone(model_of("siglip")), images_for("siglip", (3, 3)))
-    for name in ("evit", "cls-similarity"):
+    for name in ("class-attention", "cls-similarity"):
         with pytest.raises(ModelError, match="has no class token"):
             as_score(name)(tokens, context)
 
@@ -71,7 +73,7 @@ def test_redundancy_removes_what_has_a_twin_in_the_set_that_stays():
     backbone, images = load_backbone(seeded_vit()), random_normal(1, 3, 70, 84)
     tokens, context = context_of(backbone, images)
     tokens[0, 5] = 2 * tokens[0, 8]  # patch 4 goes, its twin, patch 7, is in the second set
-    score = as_score("tome")(tokens, context)
+    score = as_score("bipartite")(tokens, context)
     assert score.argmin() == 5
     assert score[0, 5] == pytest.approx(0, abs=1e-6)
     stays = alternate(context)[0]
@@ -98,11 +100,20 @@ def test_random_scores_follow_the_generator():
     assert not torch.equal(draws[0], draws[2])
 
 
+@pytest.mark.parametrize(
+    ("former", "now", "published"), [("tome", "bipartite", "ToMe"), ("evit", "class-attention", "EViT")]
+)
+def test_a_former_name_is_refused_with_the_one_of_today(former, now, published):
+    words = f"score: the single-stage score '{former}' is now called '{now}'. {published} as its authors run it is"
+    with pytest.raises(PullbackError, match=re.escape(f'{words} preset="{former}"')):
+        pb.prune(seeded_vit(), former, ratio=0.5, stages=[1])
+
+
 def test_choices():
     assert as_score("norm") is token_norm
     head = HeadScore(torch.nn.Identity())
     assert as_score(head) is head
-    with pytest.raises(PullbackError, match=r"score: expected one of random, tome, .* got 'magic'"):
+    with pytest.raises(PullbackError, match=r"score: expected one of random, bipartite, .* got 'magic'"):
         as_score("magic")
     with pytest.raises(PullbackError, match=r"expected one of random, .* got 'exact' \('exact' is made of a probe"):
         as_score("exact")
@@ -190,7 +201,7 @@ def test_a_score_of_the_wrong_shape_is_refused():
         run_pruned(backbone, random_normal(1, 3, 70, 70), PrunePlan((2,), (0.5,)), [lambda t, c: t], layers=[5])
 
 
-@pytest.mark.parametrize("name", ["norm", "cls-similarity", "evit"])
+@pytest.mark.parametrize("name", ["norm", "cls-similarity", "class-attention"])
 def test_half_precision_still_tells_tokens_apart(name):
     backbone = load_backbone(copy.deepcopy(seeded_vit()).to(torch.bfloat16))  # a copy: other tests share the model
     images = random_normal(1, 3, 280, 280).to(torch.bfloat16)

@@ -90,7 +90,7 @@ def test_a_comparison_has_a_page(measure, tmp_path):
         "facebook/dinov2-small",
         "after blocks",
         "4, 8",
-        "tome",
+        "bipartite",
         "4.2×",
         "75.0 %",
         "62.5 %",

@@ -65,8 +65,8 @@ def test_a_mean_of_zero_and_literature_alone_can_be_drawn():
     found = document()
     found["rules"][0]["mean"] = 0.0
     assert curves_png(found).startswith(b"\x89PNG")
-    found = {**document(), "presets": ["tome"], "scores": ["importance"]}
-    found["rules"] = [one for one in found["rules"] if one["preset"] == "tome"]
+    found = {**document(), "presets": ["bipartite"], "scores": ["importance"]}
+    found["rules"] = [one for one in found["rules"] if one["preset"] == "bipartite"]
     assert curves_png(found).startswith(b"\x89PNG")
 
 

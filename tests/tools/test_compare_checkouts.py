@@ -8,8 +8,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
+import compare_jobs
 from compare_checkouts import compare
-from compare_jobs import JOBS, NEEDS_WEIGHTS, TOLERANCE, flat, plain
+from compare_jobs import JOBS, NEEDS_WEIGHTS, TOLERANCE, flat, names_here, plain, with_newer_names
 
 DOCUMENT = {
     "model": "tiny-scenes",
@@ -91,3 +92,17 @@ def test_times_and_machines_are_left_out():
 
 def test_every_job_has_a_tolerance():
     assert TOLERANCE.keys() == JOBS.keys() and set(JOBS) > NEEDS_WEIGHTS
+
+
+@pytest.mark.parametrize("former", [True, False])
+def test_scores_and_presets_have_one_name_in_both_checkouts(former, monkeypatch):
+    monkeypatch.setattr(compare_jobs, "has_former_names", lambda: former)
+    asked = names_here("presets", "best,bipartite,attention-drop"), names_here("scores", "norm,class-attention")
+    known = ("best,tome,evit", "norm,evit"), ("best,bipartite,attention-drop", "norm,class-attention")
+    assert asked == known[0 if former else 1]
+    row = {"preset": asked[0].split(",")[2], "score": asked[1].split(",")[1], "image": "evit.png"}
+    found = with_newer_names({"presets": asked[0].split(","), "rules": [row]})
+    assert found == {
+        "presets": ["best", "bipartite", "attention-drop"],
+        "rules": [{"preset": "attention-drop", "score": "class-attention", "image": "evit.png"}],
+    }

@@ -209,16 +209,16 @@ def test_rules_are_compared_at_equal_token_counts(model, images):
 
 
 def test_what_cannot_be_done_is_refused(model, images):
-    for name in ("evit", "cls-similarity"):
+    for name in ("class-attention", "cls-similarity"):
         with pytest.raises(PullbackError, match=f"no class token, which '{name}' is about"):
             prune_views(model, name, ratio=0.5, stages=[0])
-    for name in ("tome", "importance"):
+    for name in ("bipartite", "importance"):
         with pytest.raises(PullbackError, match=f"one of random, norm, strided, an importance head .* got '{name}'"):
             prune_views(model, name, ratio=0.5, stages=[0])
     with pytest.raises(PullbackError, match="scope: expected one of global, view"):
         prune_views(model, "norm", ratio=0.5, stages=[0], scope="frame")
     with pytest.raises(PullbackError, match="preset: expected one of best, strided, drop"):
-        prune_views(model, "norm", ratio=0.5, stages=[0], preset="tome")
+        prune_views(model, "norm", ratio=0.5, stages=[0], preset="bipartite")
     with pytest.raises(PullbackError, match="expected one, or one for each of the 2 stages"):
         prune_views(model, ["norm"] * 3, ratio=0.5, stages=[0, 1])
     with pytest.raises(PullbackError, match="expected blocks from 0 to 2"):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from pullback.registry import current_score
+
 from .bottleneck import origin
 from .common import digits, joined, listed, p_value, pm, read, said, source, span, table
 
@@ -88,14 +90,15 @@ def pruning() -> str:
         ratios = list(dict.fromkeys(row["ratio"] for row in case["rows"]))
         by_score: dict[str, dict[float, Case]] = {}
         for row in case["rows"]:
-            by_score.setdefault(row["score"], {})[row["ratio"]] = row
+            by_score.setdefault(current_score(row["score"]), {})[row["ratio"]] = row
         rows = []
         for score, own in by_score.items():
             first = next(iter(own.values()))
             cost = ["–" if first["products"] is None else f"{first['products']:,}"]
             cost.append("–" if first["milliseconds"] is None else digits(first["milliseconds"], 2))
             rho = pm(first["spearman"], 3) if "spearman" in first else ""
-            rows.append([score, *cost, rho, *(gap_of(own[ratio]) for ratio in ratios)])
+            title = "bipartite (ToMe's matching, one stage)" if score == "bipartite" else score
+            rows.append([title, *cost, rho, *(gap_of(own[ratio]) for ratio in ratios)])
         header = [
             "score",
             "products",

@@ -99,15 +99,15 @@ def pruning_rows() -> list[list[str]]:
     for layer in ("L06", "L03"):
         name = cls_file(layer)
         found, document = rules(name), read(name)
-        ours, paper, tome = (
+        ours, paper, bipartite = (
             digits(found[key]["mean"])
-            for key in (("best", "importance", 0.5), ("paper", "importance", 0.5), ("tome", "tome", 0.5))
+            for key in (("best", "importance", 0.5), ("paper", "importance", 0.5), ("bipartite", "bipartite", 0.5))
         )
         rows.append(
             [
                 f"half of the tokens gone after block {document['stages'][0]}, cosine × 100",
                 marked(ours, name),
-                f"{paper}, the paper's rule; {tome}, ToMe",
+                f"{paper}, the paper's rule; {bipartite}, ToMe's matching in one stage",
                 f"DINOv2-S CLS, {document['images']} unseen images, head {HEADS[document['head'][0]]}",
             ]
         )
@@ -118,7 +118,7 @@ def pruning_rows() -> list[list[str]]:
             "half gone after block 4, depth SILog × 100",
             marked(digits(found["best", "importance", 0.5]["mean"]), name),
             f"{digits(found['paper', 'importance', 0.5]['mean'])}, the paper's rule; "
-            f"{digits(found['tome', 'tome', 0.5]['mean'])}, ToMe",
+            f"{digits(found['bipartite', 'bipartite', 0.5]['mean'])}, ToMe's matching in one stage",
             f"`tiny-scenes`, {document['images']} unseen scenes, head {HEADS[document['head'][0]]}",
         ]
     )

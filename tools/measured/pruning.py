@@ -4,20 +4,28 @@ from __future__ import annotations
 
 from typing import Any
 
+from pullback.runs.documents import with_current_names
+
 from .common import digits, joined, p_value, pm, read, said, signed, source, span, table
 
 LAYERS = ("L10", "L06", "L03")
 SCORES = {
     "importance": "importance head",
     "exact": "exact imp*",
-    "evit": "EViT attention",
+    "class-attention": "class attention (EViT's score)",
     "cls-similarity": "CLS similarity",
     "norm": "token norm",
-    "tome": "ToMe redundancy",
+    "bipartite": "bipartite similarity (ToMe's matching)",
     "random": "random",
 }
-OTHERS = ("random", "tome", "evit", "norm", "cls-similarity")
+OTHERS = ("random", "bipartite", "class-attention", "norm", "cls-similarity")
 """Scores that look at no Jacobian."""
+BASELINES = {
+    ("bipartite", "bipartite"): "`bipartite` (ToMe's matching, one stage)",
+    ("strided", "strided"): "`strided`",
+    ("attention-drop", "class-attention"): "`attention-drop` (EViT's score, one stage)",
+}
+"""Presets with their own score."""
 HEADS = {
     "77fc5652c3ee7793": "256 × 1",
     "4ebeaef1a2f10f49": "256 × 2",
@@ -37,7 +45,9 @@ def cls_file(layer: str) -> str:
 
 
 def rules(name: str) -> Rules:
-    return {(rule["preset"], rule["score"], rule["ratio"]): rule for rule in read(name)["rules"]}
+    """Return the rules of a comparison by preset, score and ratio, by the names that they have now."""
+    summary = with_current_names(read(name))
+    return {(rule["preset"], rule["score"], rule["ratio"]): rule for rule in summary["rules"]}
 
 
 def p_against(found: Rules, preset: str, score: str, ratio: float, reference: str) -> float:
@@ -66,9 +76,9 @@ def cls() -> str:
         name = cls_file(layer)
         document = read(name)
         lines = [(f"`{preset}`, importance head", preset, "importance") for preset in ("best", "paper", "drop")]
-        lines += [(f"`{preset}`", preset, preset) for preset in ("tome", "strided", "evit")]
-        lines += [(f"`best`, {SCORES[score]}", "best", score) for score in ("exact", "evit", "cls-similarity", "norm")]
-        lines += [(f"`best`, {SCORES[score]}", "best", score) for score in ("tome", "random")]
+        lines += [(title, preset, score) for (preset, score), title in BASELINES.items()]
+        scores = ("exact", "class-attention", "cls-similarity", "norm", "bipartite", "random")
+        lines += [(f"`best`, {SCORES[score]}", "best", score) for score in scores]
         head = HEADS[document["head"][0]]
         title = (
             f"**After block {document['stages'][0]}**, head {head}, {document['images']} images, cosine distance × 100"
@@ -95,7 +105,7 @@ def cls_findings() -> list[str]:
         for preset, score in (
             ("paper", "importance"),
             ("drop", "importance"),
-            *((p, p) for p in ("tome", "strided", "evit")),
+            *BASELINES,
         )
     ]
     worst = {
@@ -118,7 +128,8 @@ def cls_findings() -> list[str]:
     return [
         said(
             all(rivals),
-            "`best` has the smallest error of all presets by the same head, and of the literature's, everywhere.",
+            "`best` has the smallest error of all presets by the same head, and of the single-stage baselines, "
+            "everywhere.",
         ),
         said(max(max(own) for own in shares.values()) < 0.5, f"Its error over that of `paper`: {texts}."),
         said(
@@ -168,7 +179,7 @@ def small_heads() -> str:
             for score in OTHERS
             for ratio in (0.1, 0.2, 0.3, 0.5)
         )
-        weakest = f"{p_value(p)} ({SCORES[score]}, {ratio:.0%})"
+        weakest = f"{p_value(p)}, {SCORES[score]} at {ratio:.0%}"
         rows.append([HEADS[document["head"][0]], *cells, weakest])
     header = ["L3 head", "10%", "20%", "30%", "50%", "75%", "largest p against five other scores, to 50%"]
     wide = "prune_dinov2s_cls_L03_518px.json"
@@ -273,9 +284,9 @@ def choices_dense() -> str:
 
 
 def dense_lines(own: str) -> list[tuple[str, str, str]]:
-    scores = (own, "cls-similarity", "norm", "tome", "evit", "random")
+    scores = (own, "cls-similarity", "norm", "bipartite", "class-attention", "random")
     lines = [(f"`best`, {SCORES[score]}", "best", score) for score in scores]
-    lines += [("`tome` (merge, unmerge)", "tome", "tome"), ("`strided`", "strided", "strided")]
+    lines += [(BASELINES[name, name], name, name) for name in ("bipartite", "strided")]
     return lines + [(f"`paper`, {SCORES[score]}", "paper", score) for score in (own, "random")]
 
 

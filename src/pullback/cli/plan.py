@@ -10,7 +10,7 @@ import typer
 from pullback.cli import options
 from pullback.cli.common import PRUNE_VIEWS, parse_size, refuse_scenes, running, say, say_written
 from pullback.errors import PullbackError, counted, naming
-from pullback.registry import SCORES
+from pullback.registry import SCORES, check_former_score
 from pullback.report.drawing import Drawing
 from pullback.runs.documents import PLAN
 
@@ -56,6 +56,8 @@ def plan(
         named, pixels = _pairs(heads), parse_size(size)
         names = score_names()
         with naming("heads"):
+            for _, name in named:
+                check_former_score("heads", name)
             scores = {layer: name if name in names else ImportanceHead.from_pretrained(name) for layer, name in named}
         progress.stage(f"loading {model}")
         probe = load_probe(model, "mean", device=device)

@@ -203,7 +203,7 @@ def _write_examples(
 def _default_scores(request: PruneRequest, prefix: int) -> tuple[str, ...]:
     """Return importance and the scores that need no training; two of them need a class token."""
     own = "importance" if request.heads else "exact"
-    return (own, "random", "tome", "norm", *(("evit", "cls-similarity") if prefix else ()))
+    return (own, "random", "bipartite", "norm", *(("class-attention", "cls-similarity") if prefix else ()))
 
 
 # The rows
@@ -228,7 +228,7 @@ class RuleRows:
 
     def _remember(self, rows: Iterable[Row]) -> None:
         for row in rows:
-            self._known.setdefault(Rule(row["preset"], row["score"], row["ratio"]), {})[row["image"]] = row
+            self._known.setdefault(Rule.of(row), {})[row["image"]] = row
 
 
 @dataclass(frozen=True)
@@ -407,7 +407,8 @@ class Costs:
         self._path, self._machine = path, machine
         stored = read_json(path, "out") if path.is_file() else {}
         stored = stored if stored.get("machine") == machine else {}
-        self.rules = {Rule(row["preset"], row["score"], row["ratio"]): row for row in stored.get("rules", [])}
+        known = [(Rule.of(row), row) for row in stored.get("rules", [])]
+        self.rules = {rule: {**row, **asdict(rule)} for rule, row in known}
         self.unpruned_flops: int | None = stored.get("unpruned_flops")
 
     def complete(

@@ -84,10 +84,10 @@ def prune(
 
     ``model``: a transformers DINOv2, CLIP or SigLIP vision, ViT or Depth Anything model, an image classifier made of
     one, one of ours, or one of a registered family, in evaluation mode.
-    ``score``: an importance head, a name (random, tome, strided, evit, norm, cls-similarity, or a registered one) or a
-    function of the tokens [B, N, D] and the context; one for all stages, or one for each. ``ratio``: share of the patch
-    tokens that is removed in the end, split equally over the stages, or a share for each. ``stages``: removal after
-    these blocks.
+    ``score``: an importance head, a name (random, bipartite, strided, class-attention, norm, cls-similarity, or a
+    registered one) or a function of the tokens [B, N, D] and the context; one for all stages, or one for each.
+    ``ratio``: share of the patch tokens that is removed in the end, split equally over the stages, or a share for each.
+    ``stages``: removal after these blocks.
     ``preset``: "best", another plan of stages (paper, drop, bipartite, attention-drop, strided), or a published rule as
     its authors run it, which takes no score, ratio or stages: "tome" with ``r`` tokens merged in every block ((8, -1):
     decreasing from 16 to 0), "pitome" or "evit" with the share ``keep`` of the patches, "resize" with ``size``, "none".
@@ -410,7 +410,9 @@ class PrunedModel(Pruned):
             ) from None
         networks = {place: _read_network(entry, folder) for place, entry in used.items()}  # one for all its uses
         own = _read_model(address, folder) if model is None else model
-        choices = [entry["name"] if "name" in entry else networks[entry["head"]] for entry in scores]
+        choices = [
+            registry.current_score(entry["name"]) if "name" in entry else networks[entry["head"]] for entry in scores
+        ]
         known = {layer: metric_score(networks[entry["head"]]) for layer, entry in modes.items()}
         pruned = cls(own, plan, choices, StageModes(known) if known else None)
         check_weights(pruned.backbone, networks_of(pruned.scores, pruned.modes))

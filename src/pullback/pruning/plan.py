@@ -111,7 +111,7 @@ class PrunePlan(Plan):
     ``select``: the lowest scores go, or the lowest score^trust x distance to the partner. With ``trust`` = 1 these are
     the two factors of `eq:pruning_bound`; less of it lets the distance count for more.
     ``match``: the partner of a removed token is the nearest kept one by d_task (`eq:dtask`) or by cosine, or by cosine
-    in ToMe's second set or on a strided grid; "none" drops what is removed.
+    among every other patch (ToMe's second set) or a strided grid; "none" drops what is removed.
     ``gates``: for each stage the cosine under which a token is dropped rather than merged.
     ``weighting`` of the mean that replaces the partner. ``sizes``: later attention counts a token as often as what it
     stands for. ``safe``: nothing is merged into tokens of unusual norm.
@@ -253,8 +253,8 @@ def preset(
     """Return the plan of this name (`pullback.registry.PRESETS` says what each is).
 
     ``ratio``: split equally over the stages, or a share for each. ``dense``: the decoder reads patches. ``depth``:
-    number of blocks of the backbone. bipartite, attention-drop and strided are single-stage forms of rules from the
-    literature, each with its own score.
+    number of blocks of the backbone. bipartite, attention-drop and strided are baselines after methods of the
+    literature, in the stages that are given; their scores are "bipartite", "class-attention" and "strided".
     """
     if name not in PRESETS:
         raise PullbackError(f"preset: expected one of {', '.join(PRESETS)}, got {name!r}.")

@@ -7,7 +7,7 @@ each says of the batch of images at hand.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +35,7 @@ from pullback.pruning.scores import (
     check_weights,
     metric_score,
 )
-from pullback.registry import PRESETS, SCORES, load_plugins, resolve
+from pullback.registry import PRESETS, SCORES, check_former_score, current_rule, load_plugins, resolve
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,11 @@ class Rule:
     preset: str
     score: str
     ratio: float
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> Rule:
+        """Return the rule of a stored row, whichever version wrote it."""
+        return cls(*current_rule(row["preset"], row["score"]), row["ratio"])
 
     def __str__(self) -> str:
         return f"{self.preset}, {self.score}, {self.ratio:g}"
@@ -154,6 +159,7 @@ class Scores:
         """Raise an error for unknown names, and for scores whose network was not given."""
         load_plugins()
         for name in dict.fromkeys(rule.score for rule in wanted):
+            check_former_score("scores", name)
             if name not in SCORES:
                 raise PullbackError(f"scores: expected some of {', '.join(SCORES)}, got {name!r}.")
             if SCORES[name].needs == "head" and not self.heads:

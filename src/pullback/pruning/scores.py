@@ -147,6 +147,7 @@ def score_names() -> list[str]:
 
 
 def _named(name: str) -> Score:
+    registry.check_former_score("score", name)
     names = score_names()
     entry = registry.SCORES.get(name)
     if entry is None or entry.needs:
@@ -187,13 +188,13 @@ def class_similarity(tokens: Tensor, context: ScoreContext) -> Tensor:
 
 
 def class_attention(tokens: Tensor, context: ScoreContext) -> Tensor:
-    """Return the attention that the class token gives (EViT, Liang et al. 2022)."""
+    """Return the attention that the class token gives, by which EViT chooses tokens (Liang et al. 2022)."""
     return context.class_attention()
 
 
 def bipartite_redundancy(tokens: Tensor, context: ScoreContext) -> Tensor:
-    """Score as ToMe does (Bolya et al. 2023): patches are dealt to two sets in turn; the first goes in the order of its
-    highest cosine to the second, which stays."""
+    """Score by the matching of ToMe (Bolya et al. 2023), in one stage and on the tokens instead of keys: patches are
+    dealt to two sets in turn; the first goes in the order of its highest cosine to the second, which stays."""
     return _redundancy(tokens, alternate(context), context)
 
 

@@ -200,7 +200,7 @@ def _tint(colour: tuple[int, int, int]) -> tuple[float, ...]:
 def panel_name(arrays: dict[str, np.ndarray], panel: int) -> str:
     """Write which rule a panel shows."""
     preset, score = str(arrays["presets"][panel]), str(arrays["scores"][panel])
-    rule = preset if preset == score else f"{preset}, {score}"
+    rule = preset if preset in PRESETS and PRESETS[preset].score == score else f"{preset}, {score}"
     return f"{rule}\nη = {arrays['ratios'][panel]:g}"
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pullback.errors import PullbackError
+from pullback.registry import current_rule, current_score
 from pullback.runs.files import CONFIG, read_arrays, read_json
 from pullback.runs.rows import Rows
 
@@ -118,15 +119,48 @@ MEASURES = {
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
-    return read_json(folder / SUMMARY)
+    """Read `summary.json`, with presets and scores by the names that they have now."""
+    return with_current_names(read_json(folder / SUMMARY))
+
+
+def with_current_names(summary: dict[str, Any]) -> dict[str, Any]:
+    """Return a summary of any version with presets and scores by the names that they have now."""
+    presets: dict[str, str] = {}
+
+    def current(part: dict[str, Any]) -> dict[str, Any]:
+        preset, score = current_rule(part["preset"], part["score"])
+        presets[part["preset"]] = preset
+        return {**part, "preset": preset, "score": score}
+
+    rules = [
+        {
+            **current(rule),
+            "tests": [current(test) for test in rule["tests"]],
+            "cost": rule["cost"] and current(rule["cost"]),
+        }
+        for rule in summary["rules"]
+    ]
+    return {
+        **summary,
+        "presets": [presets.get(name, name) for name in summary["presets"]],
+        "scores": [current_score(name) for name in summary["scores"]],
+        "reference": current_score(summary["reference"]),
+        "rules": rules,
+    }
 
 
 def read_examples(folder: Path) -> dict[str, np.ndarray]:
     """``pictures`` uint8 [b, h, w, 3] with ``names`` [b]; for each of the panels (``presets``, ``scores``, ``ratios``
     [p]) the ``fates`` uint8 [p, b, rows, columns], the patch a removed one was matched to (``partners`` int
     [p, b, rows, columns], -1: kept) and its ``values`` [p, b]. Of dense decoders also ``before`` [b, h, w] and
-    ``after`` [p, b, h, w]."""
-    return read_arrays(folder / EXAMPLES)
+    ``after`` [p, b, h, w]. Presets and scores have the names that they have now."""
+    import numpy as np
+
+    arrays = read_arrays(folder / EXAMPLES)
+    panels = zip(arrays["presets"].tolist(), arrays["scores"].tolist(), strict=True)
+    rules = [current_rule(preset, score) for preset, score in panels]
+    presets, scores = [preset for preset, _ in rules], [score for _, score in rules]
+    return {**arrays, "presets": np.array(presets), "scores": np.array(scores)}
 
 
 TARGETS = "targets.json"
@@ -140,7 +174,8 @@ TRAINING_FIGURE = "training.png"
 
 def read_plan(folder: Path) -> dict[str, Any]:
     """What was asked for, the plan that was found, what to expect of it, and the ``trials`` on the way."""
-    return read_json(folder / PLAN)
+    document = read_json(folder / PLAN)
+    return {**document, "scores": {block: current_score(name) for block, name in document["scores"].items()}}
 
 
 def read_training(folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:

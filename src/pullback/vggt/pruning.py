@@ -41,7 +41,7 @@ Scope = Literal["global", "view"]
 STRIDED = "strided"
 NAMES = ("random", "norm", STRIDED)
 PRESETS = ("best", STRIDED, "drop")
-_WITHOUT_CLASS_TOKEN = ("evit", "cls-similarity")
+_WITHOUT_CLASS_TOKEN = ("class-attention", "cls-similarity")
 
 
 @dataclass(frozen=True, eq=False)
