@@ -16,7 +16,7 @@ def rule(preset: str, score: str, ratio: float, level: float) -> dict:
     return {
         "preset": preset, "score": score, "ratio": ratio, "images": 4, "mean": mean, "median": mean,
         "interval": [0.8 * mean, 1.3 * mean], "tests": [] if own else [test], "knn": 0.625,
-        "cost": {"flops": 2e9, "milliseconds": {"1": entry}},
+        "cost": {"preset": preset, "score": score, "ratio": ratio, "flops": 2e9, "milliseconds": {"1": entry}},
     }  # fmt: skip
 
 
