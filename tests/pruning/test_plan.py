@@ -54,7 +54,7 @@ def test_stages_that_are_no_block_indices(stages):
         ({"shares": (1.0,)}, "ratio: expected a share .* got 1"),
         ({"shares": (-0.1,)}, "ratio: expected a share"),
         ({"shares": (float("nan"),)}, "ratio: expected a share"),
-        ({"stages": ()}, "stages: expected at least one"),
+        ({"stages": ()}, "shares: expected one for each of 0 stages"),
         ({"stages": (4, 2), "shares": (0.1, 0.1)}, r"stages: expected ascending .* got \[4, 2\]"),
         ({"stages": (4, 4), "shares": (0.1, 0.1)}, "stages: expected ascending"),
         ({"stages": (-1,)}, r"stages: expected block indices from 0, got \[-1\]"),
@@ -87,7 +87,7 @@ def test_fusion_after_the_last_but_one_block_says_that_it_is_useless():
 
 
 def test_presets():
-    for name in PRESETS:
+    for name in (name for name, entry in PRESETS.items() if not entry.knob):
         for dense in (False, True):
             plan = preset(name, 0.3, [4, 8], dense=dense)
             assert plan.ratio == pytest.approx(0.3)
@@ -98,6 +98,10 @@ def test_presets():
     assert (merge.match, merge.weighting, merge.sizes, merge.select) == ("task", "importance", False, "score")
     with pytest.raises(PullbackError, match=r"preset: expected one of best, paper, .* got 'fast'"):
         preset("fast", 0.3, [4])
+    with pytest.raises(PullbackError, match="stages: expected at least one block"):
+        preset("best", 0.3, [])
+    with pytest.raises(PullbackError, match="preset: 'tome' runs as its authors published it"):
+        preset("tome", 0.3, [4])
 
 
 def test_one_number_for_all_shares_is_split_equally():
