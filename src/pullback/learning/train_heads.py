@@ -106,6 +106,7 @@ def train_heads(
     limit: int | None = None,
     stream: StreamConfig | None = None,
     config: FitConfig | None = None,
+    half: bool = False,
     out: str | Path | None = None,
     tensorboard: bool = False,
     progress: Progress | None = None,
@@ -117,7 +118,8 @@ def train_heads(
     ``held_out``: pictures that judge, or the share of the images that is set aside for it. No picture is on both sides.
     ``judges``: at most so many of them, chosen at random: each takes its importance at every layer. ``layers``: all
     from 1 to the last but one. ``stream`` and ``config``: see `stream_config` and `heads_config`, whose defaults are
-    much smaller on a CPU. ``limit``: use the first so many images.
+    much smaller on a CPU. ``limit``: use the first so many images. ``half``: round the weights to float16 before they
+    are judged in the end, so that storing them so loses nothing.
 
     ``out``: folder of a head for each layer (L01, L02, ...), heads.json, metrics.jsonl and the checkpoint that a second
     call goes on from. ``seconds``: stop after about so many seconds of training, with a checkpoint to go on from.
@@ -156,7 +158,7 @@ def train_heads(
     )
     counts = {"training_images": len(rows), "held_out_images": len(others), "steps": fitted.steps}
     counts |= {"best_step": fitted.step}
-    trained = described(probe, group, heads, [judge.examples for judge in found], wanted.size[0], counts)
+    trained = described(probe, group, heads, [judge.examples for judge in found], wanted.size[0], counts, half=half)
     if folder is not None:
         write_heads(folder, trained)
     return {head.layer: trained[head.name] for head in heads}
@@ -190,7 +192,7 @@ def fit_heads(
         size,
         stream.block,
         stream.variation,
-        num_hints=stream.hints,
+        num_hints=min(stream.hints, probe.backbone.dim),
         batch=min(stream.at_once, stream.block),
         seed=config.seed,
     )
@@ -306,14 +308,20 @@ def described(
     held_out: Sequence[HeadExamples],
     size: int,
     counts: Mapping[str, float],
+    *,
+    half: bool = False,
 ) -> dict[str, ImportanceHead]:
-    """Return the heads of a group by name, each with what it was made for, its rho and its cost, and the ``counts``."""
+    """Return the heads of a group by name, each with what it was made for, its rho and its cost, and the ``counts``.
+
+    ``half`` as in `train_heads`."""
     layers = layers_of(heads)
     origin = origin_of(replace(probe, at=layers[0]), _RANK, (size, size))
     whole = _block_operations(probe, size)
     found = {}
     for size_of in heads:
         head = group.head(size_of.name).eval()
+        if half:
+            head.half().float()
         examples = held_out[layers.index(size_of.layer)]
         scores = {name: value for name, value in head_scores(head, examples).items() if name != "score"}
         features = examples.features(torch.arange(1))
