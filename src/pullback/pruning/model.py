@@ -33,7 +33,16 @@ from pullback.errors import ModelError, PullbackError, ShapeError, first_line
 from pullback.pruning.forward import PrunedRun, forward, prepared
 from pullback.pruning.plan import PrunePlan
 from pullback.pruning.plan import preset as named_plan
-from pullback.pruning.scores import Choice, HeadScore, Modes, StageModes, check_weights, metric_score, networks_of
+from pullback.pruning.scores import (
+    Choice,
+    HeadScore,
+    Modes,
+    StageModes,
+    check_weights,
+    metric_score,
+    networks_of,
+    with_shipped,
+)
 from pullback.runs.documents import PRUNED as DOCUMENT
 from pullback.runs.files import make_folder, read_json, replaced_folder, write_bytes, write_json, write_network, writing
 
@@ -70,7 +79,7 @@ def prune(
 
     ``model``: a transformers DINOv2, CLIP or SigLIP vision, ViT or Depth Anything model, an image classifier made of
     one, one of ours, or one of a registered family, in evaluation mode.
-    ``score``: an importance head, a name (random, tome, strided, evit, norm, cls-similarity, or a registered one) or a
+    ``score``: "importance", the heads that come with the package, an importance head, another name (random, tome, strided, evit, norm, cls-similarity, or a registered one) or a
     function of the tokens [B, N, D] and the context; one for all stages, or one for each. ``ratio``: share of the patch
     tokens that is removed in the end, split equally over the stages, or a share for each. ``stages``: removal after
     these blocks.
@@ -80,7 +89,8 @@ def prune(
     metric of a Spectral Pullback Network: the score itself, or this one; or with exact modes, a function.
     """
     scores: list[Any] = list(score) if isinstance(score, (list, tuple, nn.ModuleList)) else [score]
-    pruned = PrunedModel(model, plan_for(model, preset, ratio, stages, dense=dense), scores, modes)
+    plan = plan_for(model, preset, ratio, stages, dense=dense)
+    pruned = PrunedModel(model, plan, with_shipped(scores, plan.stages, load_backbone(model)), modes)
     check_weights(pruned.backbone, networks_of(pruned.scores, pruned.modes))
     for note in pruned.plan.notes(pruned.backbone.depth):
         logger.warning(note)
