@@ -85,7 +85,7 @@ CASES: dict[str, Case] = {
     "clip-vit-base-patch16": Case(
         "openai/clip-vit-base-patch16",
         (Task("projection", tuple(range(2, 11)), {"steps_per_block": 48}),),
-        "The code of CLIP is MIT; its model card is for research, and against deployment without tests of the own case.",
+        "The code of CLIP is MIT; its model card is for research, and against deployment without tests of one's own.",
         judges=100,
     ),
     "tiny-scenes": Case(
@@ -223,16 +223,17 @@ def card(name: str, folder: Path) -> str:
         f"Importance heads for {model}: one positive score per token that says how much the output depends on it, from "
         "the features of one layer alone.",
         "",
-        f"- **Network**: {len(found)} heads of width {some['width']} with one round of attention, {_parameters(some):,} "
-        "parameters each, stored as float16. The model itself is not in here and was not changed.",
-        '- **Use**: `pb.prune(model, "importance", ratio=..., stages=[...])`, `pb.plan_pruning(model, "importance", ...)`, '
-        f'or `pb.ImportanceHead.from_pretrained("{folder.name}/{_folder_of(some)}")`.',
+        f"- **Network**: {len(found)} heads of width {some['width']} with one round of attention, "
+        f"{_parameters(some):,} parameters each, stored as float16. The model itself is not in here.",
+        '- **Use**: `pb.prune(model, "importance", ratio=..., stages=[...])`, '
+        f'`pb.plan_pruning(model, "importance", ...)`, or `pb.ImportanceHead.from_pretrained("{folder.name}/'
+        f'{_folder_of(some)}")`.',
         "- **Found by** the weights of the model: family, shapes and fixed entries of every block within float16 "
         "rounding. Fine-tuned weights are refused.",
-        f"- **Trained on** {pictures}. Pictures were cropped, coloured and pasted together anew for every block of them.",
-        f"- **Trained by** `python -m recipes.importance_heads {command} --device cuda --work RUN --pack DIR`: block norms "
-        f"of all layers from one stream, {steps} steps, AdamW, average of the weights, seed {FitConfig().seed}. The step "
-        "was chosen on the pictures that judge.",
+        f"- **Trained on** {pictures}. Pictures were cropped, coloured and pasted together anew for every block.",
+        f"- **Trained by** `python -m recipes.importance_heads {command} --device cuda --work RUN --pack DIR`: block "
+        f"norms of all layers from one stream, {steps} steps, AdamW, average of the weights, seed {FitConfig().seed}. "
+        "The step was chosen on the pictures that judge.",
         "- **ρ** is Spearman's rank correlation with the exact importance (rank 20) over the tokens of a held-out "
         "picture: mean ± standard error over pictures, of the float16 weights. **Cost** is the share of the operations "
         f"of all blocks at {some['origin']['resolutions'][0][0]} pixels.",

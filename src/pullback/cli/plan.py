@@ -24,7 +24,7 @@ def plan(
         str,
         typer.Option(
             help=f"Block = head of `pullback train head`, or a score's name (importance, {_SCORES}): "
-            "3=heads/L03,6=heads/L06, or 4=norm. importance: the heads that come with the package, by itself all of them."
+            "3=heads/L03,6=heads/L06, or 4=norm. importance: heads that come with the package, by itself all of them."
         ),
     ] = "importance",
     flops: Annotated[float | None, typer.Option(help="Budget: share of the model's operations, such as 0.75.")] = None,

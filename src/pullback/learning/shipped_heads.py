@@ -77,6 +77,6 @@ def _missing(
     listing = "; ".join(f"{name} {', '.join(places)}" for name, places in layers.items())
     return ModelError(
         f"{argument}: no importance head that comes with the package fits {backbone.name}, decoder {decoder!r}, "
-        f"{layer_name(layer)}; for these weights there {f'are {listing}' if listing else 'is none'}. One command trains "
-        f"heads for all layers: pullback train heads MODEL --decoder {decoder} --images DIR --out HEADS"
+        f"{layer_name(layer)}; for these weights there {f'are {listing}' if listing else 'is none'}. One command "
+        f"trains heads for all layers: pullback train heads MODEL --decoder {decoder} --images DIR --out HEADS"
     )

@@ -110,11 +110,12 @@ def plan_pruning(
 
     ``images``: normalised floats, or uint8, which are normalised; ``normalized`` as in `ProbeMap.features`.
     ``heads``: the score to use after each block, {3: head, 6: head}; "importance": every head that comes with the
-    package for this model, or with {3: "importance", ...} those of some blocks, which takes less time. ``flops``: at most this share of the model's
-    operations. ``milliseconds``: at most so many for one batch, as the model runs here. ``degradation``: at most so
-    much in the mean over the images, as cheap as possible in operations. ``degrade``: (pruned output, full output) ->
-    [B], by default `evaluation.degradation`. ``stages``: at most so many. ``rounds`` of each timing. Whatever the
-    budget is, the forecast has the operations, the time and the degradation of the plan.
+    package for this model, or with {3: "importance", ...} those of some blocks, which takes less time.
+    ``flops``: at most this share of the model's operations. ``milliseconds``: at most so many for one batch, as the
+    model runs here. ``degradation``: at most so much in the mean over the images, as cheap as possible in operations.
+    ``degrade``: (pruned output, full output) -> [B], by default `evaluation.degradation`. ``stages``: at most so many.
+    ``rounds`` of each timing. Whatever the budget is, the forecast has the operations, the time and the degradation of
+    the plan.
     `prune(model, [heads[s] for s in f.plan.stages], ratio=f.plan.ratio, stages=f.plan.stages)` makes the model, or
     `prune(model, "importance", ...)` with the heads that come with the package.
     """
@@ -330,7 +331,8 @@ def shipped_choices(backbone: Backbone) -> dict[int, Choice]:
 def _check_inputs(heads: Any, images: Any, batch: Any) -> None:
     if not isinstance(heads, Mapping) and heads != IMPORTANCE:
         raise PullbackError(
-            f"heads: expected the score to use after each block, such as {{3: head, 6: 'norm'}}, or 'importance', got {heads!r:.80}."
+            "heads: expected the score to use after each block, such as {3: head, 6: 'norm'}, or 'importance', got "
+            f"{heads!r:.80}."
         )
     if not heads:
         raise PullbackError("heads: expected a score for at least one block, such as {3: head}, got none.")

@@ -79,7 +79,8 @@ def prune(
 
     ``model``: a transformers DINOv2, CLIP or SigLIP vision, ViT or Depth Anything model, an image classifier made of
     one, one of ours, or one of a registered family, in evaluation mode.
-    ``score``: "importance", the heads that come with the package, an importance head, another name (random, tome, strided, evit, norm, cls-similarity, or a registered one) or a
+    ``score``: "importance" (the heads that come with the package for this model), an importance head, another name
+    (random, tome, strided, evit, norm, cls-similarity, or a registered one) or a
     function of the tokens [B, N, D] and the context; one for all stages, or one for each. ``ratio``: share of the patch
     tokens that is removed in the end, split equally over the stages, or a share for each. ``stages``: removal after
     these blocks.
