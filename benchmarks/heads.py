@@ -25,8 +25,8 @@ from pullback.data.images import EXTENSIONS
 from pullback.evaluation import spearman
 from pullback.learning.fit import FitConfig, fit
 from pullback.learning.head import HeadConfig, ImportanceHead
+from pullback.learning.target_streams import FreshCrops, FreshHeadTask
 from pullback.learning.train_head import HeadExamples, head_scores, rho_summary
-from pullback.learning.train_heads import FreshCrops, FreshHeadTask
 from pullback.probes import ProbeMap
 from pullback.targets.recipe import targets_of
 

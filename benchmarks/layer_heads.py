@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from heads import judges, read_pictures
+from heads import read_pictures
 from measure import machine, random_dinov2, save
 from torch import Tensor
 
@@ -27,18 +27,13 @@ from pullback.data.crops import CROPS, STRONG
 from pullback.evaluation import spearman
 from pullback.learning.fit import FitConfig, fit
 from pullback.learning.head import ImportanceHead
+from pullback.learning.head_group import GroupConfig, GroupTask, HeadGroup
+from pullback.learning.target_streams import FreshCrops, LayerBlock, LayerStream, block_norms_of_layers
 from pullback.learning.train_head import HeadExamples, head_scores, mean_map_scores, rho_summary
-from pullback.learning.train_heads import (
-    FreshCrops,
-    GroupConfig,
-    GroupTask,
-    HeadGroup,
-    LayerBlock,
-    LayerStream,
-    block_norms_of_layers,
-)
+from pullback.learning.train_heads import HeadSize, StreamConfig, fit_heads, held_out_targets, layers_of
 from pullback.learning.train_spn import origin_of
 from pullback.probes import ProbeMap
+from pullback.runs.progress import Lines
 
 VARIATIONS = {"strong": STRONG, "crops": CROPS}
 SEEN = 200  # training images on which heads are judged too
@@ -78,13 +73,14 @@ def main() -> None:
 
     begun = time.perf_counter()
     specs = {name: _spec(name) for name in options.heads}
-    layers = tuple(sorted({layer for layer, _, _ in specs.values()}))
+    layers = layers_of(list(specs.values()))
     probes = {layer: pb.load_probe(options.model, options.decoder, layer, device=options.device) for layer in layers}
     probe = probes[layers[0]]
     pictures = read_pictures(options.train, options.limit).to(options.device)
-    held_out, norms = zip(
-        *(judges(p, options.held_out, options.size, options.judge, "tf32") for p in probes.values()), strict=True
+    found = held_out_targets(
+        probe, layers, probe.load_images(options.held_out, options.size), method=options.judge, progress=Lines()
     )
+    held_out, norms = [judge.examples for judge in found], [judge.norms for judge in found]
     content: dict[str, Any] = {
         "machine": machine(torch.device(options.device)),
         "options": {name: str(v) if isinstance(v, Path) else v for name, v in vars(options).items()},
@@ -94,19 +90,18 @@ def main() -> None:
     }
     print(f"[{time.perf_counter() - begun:.0f} s] {json.dumps(content['baselines'])}", flush=True)
 
-    variation = VARIATIONS[options.variation]
-    stream = LayerStream(probe, layers, pictures, options.size, options.block, variation, seed=options.seed)
-    stream(0)  # warms up
-    started = time.perf_counter()
-    block = stream(0)
-    _wait(options.device)
-    content["targets_per_second"] = options.block / (time.perf_counter() - started)
-    torch.manual_seed(options.seed)
-    heads = tuple((name.replace(":", "-"), layers.index(layer), w, r) for name, (layer, w, r) in specs.items())
-    group = HeadGroup(GroupConfig(probe.backbone.dim, stream.num_hints, heads)).to(options.device).start_from(block)
+    config = StreamConfig(
+        options.block,
+        options.steps_per_block,
+        256,
+        VARIATIONS[options.variation],
+        hint_weight=options.hint_weight,
+        dropout=options.dropout,
+    )
+    content["targets_per_second"] = targets_per_second(probe, layers, pictures, options.size, config)
+    start = None
     if options.start is not None:
-        for name, (_, head) in _members(group).items():
-            head.load_state_dict(ImportanceHead.from_pretrained(options.start / name).state_dict())
+        start = {head.name: ImportanceHead.from_pretrained(options.start / head.name) for head in specs.values()}
     curve: list[dict[str, float]] = []
 
     def watch(step: int, numbers: Any) -> None:
@@ -116,32 +111,40 @@ def main() -> None:
             curve.append({"step": step, "targets": targets, **{k: v for k, v in numbers.items() if "/" in k}})
             print(f"[{time.perf_counter() - begun:.0f} s] step {step}, {targets} targets, {rho}", flush=True)
 
-    config = FitConfig(
-        steps=options.steps,
-        batch=options.batch,
-        learning_rate=options.learning_rate,
-        weight_decay=options.weight_decay,
-        ema=0.995,
-        validate_every=options.validate_every,
-        precision="bf16" if options.device == "cuda" else "float32",
-        seed=options.seed,
+    group, _ = fit_heads(
+        probe,
+        pictures,
+        list(specs.values()),
+        held_out,
+        config,
+        FitConfig(
+            steps=options.steps,
+            batch=options.batch,
+            learning_rate=options.learning_rate,
+            weight_decay=options.weight_decay,
+            ema=0.995,
+            validate_every=options.validate_every,
+            precision="bf16" if options.device == "cuda" else "float32",
+            seed=options.seed,
+        ),
+        size=options.size,
+        start=start,
+        on_step=watch,
     )
-    task = GroupTask(stream, held_out, group, options.steps_per_block, options.hint_weight, options.dropout)
-    fit(group, task, config, on_step=watch)
     content["curve"] = curve
-    del task, block
     content["heads"] = {}
     seen = [
         training_examples(probes[layer], pictures[:SEEN], options.size, held_out[place].prefix)
         for place, layer in enumerate(layers)
     ]
-    for name, (place, head) in _members(group).items():
+    for name, place, _, _ in group.config.heads:
+        head = group.head(name)
         content["heads"][name] = report(head.eval(), held_out[place], norms[place], seen[place])
         keep(head, probes[layers[place]], options, content["heads"][name]["importance"], name, "block-norm")
     save(options.name, content, options.out)
 
     for name in options.refine:
-        layer = specs[name][0]
+        layer = specs[name].layer
         place, key = layers.index(layer), name.replace(":", "-")
         head = refined(probes[layer], group.head(key), pictures, held_out[place], options, content, key)
         content["heads"][f"{key} refined"] = report(head, held_out[place], norms[place], seen[place])
@@ -155,8 +158,8 @@ def baselines(
     probe: ProbeMap,
     layers: tuple[int, ...],
     pictures: Tensor,
-    held_out: tuple[HeadExamples, ...],
-    norms: tuple[Tensor, ...],
+    held_out: list[HeadExamples],
+    norms: list[Tensor],
     size: int,
 ) -> dict[str, Any]:
     """The mean block-norm map of the plain training pictures, and the held-out block norms themselves, against imp*."""
@@ -302,14 +305,22 @@ def _graph_milliseconds(work: Any, rounds: int = 20) -> float:
     return start.elapsed_time(stop) / rounds
 
 
-def _spec(name: str) -> tuple[int, int, int]:
+def targets_per_second(
+    probe: ProbeMap, layers: tuple[int, ...], pictures: Tensor, size: int, config: StreamConfig
+) -> float:
+    """How many pictures a stream has the block norms of, of all layers, in a second."""
+    stream = LayerStream(probe, layers, pictures, size, config.block, config.variation)
+    stream(0)  # warms up
+    started = time.perf_counter()
+    stream(0)
+    _wait(probe.device.type)
+    return config.block / (time.perf_counter() - started)
+
+
+def _spec(name: str) -> HeadSize:
     layer, _, shape = name.partition(":")
     width, _, rounds = shape.partition("x")
-    return int(layer), int(width), int(rounds or 1)
-
-
-def _members(group: HeadGroup) -> dict[str, tuple[int, ImportanceHead]]:
-    return {name: (place, group.head(name)) for name, place, _, _ in group.config.heads}
+    return HeadSize(name.replace(":", "-"), int(layer), int(width), int(rounds or 1))
 
 
 def _compare(scores: Tensor, target: Tensor, prefix: int) -> dict[str, float]:

@@ -36,6 +36,7 @@ from pullback.errors import NumericsError
 from pullback.evaluation.distances import RELATIVE, output_distances
 from pullback.evaluation.retrieval import RetrievalScores, retrieval_scores
 from pullback.learning.distilled_metric import DistilledMetric, MetricItems, pairwise_distances
+from pullback.learning.target_streams import FreshCrops
 from pullback.learning.train_drm import (
     TRAINING_CELLS,
     MetricExamples,
@@ -48,7 +49,6 @@ from pullback.learning.train_drm import (
     varied_features,
 )
 from pullback.learning.train_head import pictures_to_vary, readable_rows
-from pullback.learning.train_heads import FreshCrops
 from pullback.operators.execution import matmul_precision
 from pullback.retrieval.baselines import feature_distances, line_energy
 from pullback.retrieval.transport import transport_distances

@@ -47,6 +47,7 @@ from pullback.learning.spn import SpectralPullbackNetwork as SpectralPullbackNet
 from pullback.learning.train_bottleneck import train_bottleneck as train_bottleneck
 from pullback.learning.train_drm import train_drm as train_drm
 from pullback.learning.train_head import train_head as train_head
+from pullback.learning.train_heads import train_heads as train_heads
 from pullback.learning.train_spn import train_spn as train_spn
 from pullback.operators import DenseOperator as DenseOperator
 from pullback.operators import JacobianOperator as JacobianOperator

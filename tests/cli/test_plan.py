@@ -50,7 +50,7 @@ def test_a_plan_within_a_share_of_the_operations(photos, tmp_path):
     [
         (
             ["--heads", "norm", "--flops", "0.9"],
-            "--heads: expected BLOCK=HEAD by commas, such as 3=heads/L03, got 'norm'",
+            "--heads: expected BLOCK=HEAD by commas, such as 3=heads/L03, or importance, got 'norm'",
         ),
         (["--heads", "4=norm"], "budget: expected one of flops, milliseconds and degradation, got none"),
         (["--heads", "4=no/such/folder", "--flops", "0.9"], "is neither a folder nor a hub id"),

@@ -399,7 +399,7 @@ def test_bf16_changes_little(photos, tmp_path, no_figures):
         (("--stages", "4,4"), "--stages: expected ascending blocks, each once, got [4, 4]"),
         (("--stages", "11"), "--stages: expected blocks from 0 to 10"),
         (("--scores", "wisdom"), "--scores: expected some of importance, exact, block-norm"),
-        (("--scores", "importance"), "--scores: 'importance' needs --head DIR"),
+        (("--scores", "importance"), "--scores: no importance head that comes with the package fits"),
         (("--scores", "spn"), "--scores: 'spn' needs --spn DIR"),
         (("--preset", "worst"), "--preset: expected one of best, paper"),
         (("--time", "soon"), "--time: expected auto, none or batch sizes such as 1,8,64, got 'soon'"),

@@ -11,7 +11,7 @@ from pullback.errors import PullbackError
 from pullback.evaluation import spearman
 from pullback.learning.fit import FitConfig, fit
 from pullback.learning.head import ImportanceHead
-from pullback.learning.train_heads import FreshCrops, FreshHeadTask
+from pullback.learning.target_streams import FreshCrops, FreshHeadTask
 from pullback.targets.recipe import targets_of
 
 PICTURES = torch.randint(0, 256, (6, 3, 64, 64), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))

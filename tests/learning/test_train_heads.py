@@ -11,15 +11,9 @@ from pullback import load_probe
 from pullback.decoders import Decoder
 from pullback.errors import PullbackError
 from pullback.learning.fit import FitConfig, Share, fit
+from pullback.learning.target_streams import LayerStream, block_norms_of_layers, principal_components
 from pullback.learning.train_head import HeadExamples
-from pullback.learning.train_heads import (
-    GroupConfig,
-    GroupTask,
-    HeadGroup,
-    LayerStream,
-    block_norms_of_layers,
-    principal_components,
-)
+from pullback.learning.train_heads import GroupConfig, GroupTask, HeadGroup
 from pullback.targets.recipe import targets_of
 
 PICTURES = torch.randint(0, 256, (6, 3, 64, 64), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))

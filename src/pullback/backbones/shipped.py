@@ -6,8 +6,9 @@ within the rounding of float16, or of bfloat16 where either side was stored in i
 same model, a fine-tuned one is not. The embedding is left out: its positions are interpolated for other image sizes,
 and its mask token is drawn anew where a checkpoint lacks one.
 
-Everything of this kind lies in a folder of its own beside the embedded models, ``models/weights/<name>/``, with
-model.safetensors, a model card and a config.json that holds ``kind`` and ``fingerprint``, at the top or in ``origin``.
+Everything of this kind lies in a folder of its own beside the embedded models, ``models/weights/<name>/``, or, where
+there are several for one model, ``models/weights/<names>/<name>/``, with model.safetensors, a model card and a
+config.json that holds ``kind`` and ``fingerprint``, at the top or in ``origin``.
 To ship something:
 
     write_network(folder, head, {"kind": "dpt-depth", "fingerprint": fingerprint(backbone), **asdict(head.config)})
@@ -103,10 +104,27 @@ def shipped(
     )
 
 
+def fitting(kind: str, backbone: AnyBackbone) -> list[tuple[Path, dict[str, Any]]]:
+    """Return folders and configurations of all that ships of this ``kind`` for the weights of a backbone.
+
+    Fields of ``origin`` stand beside the others. Each fingerprint is compared once, however many share it."""
+    everything = _of_kind(kind)
+    if not everything:
+        return []
+    found, fits = fingerprint(backbone), dict[str, bool]()
+    chosen = []
+    for folder, config in everything:
+        known = json.dumps(config["fingerprint"], sort_keys=True)
+        if known not in fits:
+            fits[known] = difference(config["fingerprint"], found) is None
+        chosen += [(folder, config)] if fits[known] else []
+    return chosen
+
+
 def _of_kind(kind: str) -> list[tuple[Path, dict[str, Any]]]:
     """Return folders and configurations of what ships of this kind. Embedded models have no kind."""
     found = []
-    for path in sorted(models.WEIGHTS.glob("*/config.json")):
+    for path in sorted([*models.WEIGHTS.glob("*/config.json"), *models.WEIGHTS.glob("*/*/config.json")]):
         config = json.loads(path.read_text(encoding="utf-8"))
         config = {**config.get("origin", {}), **config}
         if config.get("kind") == kind and config.get("fingerprint"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -23,10 +23,10 @@ def plan(
     heads: Annotated[
         str,
         typer.Option(
-            help=f"Block = head of `pullback train head`, or a score's name ({_SCORES}): 3=heads/L03,6=heads/L06, or "
-            "4=norm."
+            help=f"Block = head of `pullback train head`, or a score's name (importance, {_SCORES}): "
+            "3=heads/L03,6=heads/L06, or 4=norm. importance: heads that come with the package, by itself all of them."
         ),
-    ],
+    ] = "importance",
     flops: Annotated[float | None, typer.Option(help="Budget: share of the model's operations, such as 0.75.")] = None,
     milliseconds: Annotated[float | None, typer.Option(help="Budget: time of one batch on this machine.")] = None,
     degradation: Annotated[
@@ -46,22 +46,27 @@ def plan(
         from pullback.learning.head import ImportanceHead
         from pullback.probes import load_probe
         from pullback.pruning import prune
-        from pullback.pruning.budget import check_budget, plan_pruning
+        from pullback.pruning.budget import check_budget, plan_pruning, shipped_choices
         from pullback.pruning.planned import Asked, write_plan
-        from pullback.pruning.scores import score_names
+        from pullback.pruning.scores import IMPORTANCE, score_names
 
         budget = {"flops": flops, "milliseconds": milliseconds, "degradation": degradation}
         refuse_scenes(model, "plan", *PRUNE_VIEWS)
         check_budget(**budget)
-        named, pixels = _pairs(heads), parse_size(size)
-        names = score_names()
+        named, pixels = None if heads == IMPORTANCE else _pairs(heads), parse_size(size)
+        names = (IMPORTANCE, *score_names())
         with naming("heads"):
-            for _, name in named:
+            for _, name in named or ():
                 check_former_score("heads", name)
-            scores = {layer: name if name in names else ImportanceHead.from_pretrained(name) for layer, name in named}
+            scores: dict[int, Any] = {
+                layer: name if name in names else ImportanceHead.from_pretrained(name) for layer, name in named or ()
+            }
         progress.stage(f"loading {model}")
         probe = load_probe(model, "mean", device=device)
         network = probe.backbone.model
+        if named is None:
+            scores = dict(shipped_choices(probe.backbone))
+            named = list(scores.items())
         for score in scores.values():
             if isinstance(score, ImportanceHead):
                 score.to(probe.device)
@@ -102,7 +107,9 @@ def _pairs(text: str) -> list[tuple[int, str]]:
     try:
         pairs = [(int(layer), name) for layer, name in (part.split("=", 1) for part in text.split(","))]
     except ValueError:
-        raise PullbackError(f"heads: expected BLOCK=HEAD by commas, such as 3=heads/L03, got {text!r}.") from None
+        raise PullbackError(
+            f"heads: expected BLOCK=HEAD by commas, such as 3=heads/L03, or importance, got {text!r}."
+        ) from None
     blocks = [block for block, _ in pairs]
     if len(set(blocks)) < len(blocks):
         raise PullbackError(f"heads: expected each block once, got {text!r}.")

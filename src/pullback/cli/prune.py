@@ -42,14 +42,18 @@ def prune(
         str | None,
         typer.Option(
             help=f"{_SCORES}; of plugins, see `pullback ls`. The others are tested against importance, or the first.",
-            show_default="importance, or exact without --head, and those that need no training",
+            show_default="importance, or exact where there are no heads, and those that need no training",
         ),
     ] = None,
     preset: Annotated[
         str, typer.Option(help=f"{_PRESETS}, and with their own score {_LITERATURE}; several by commas.")
     ] = "best",
     head: Annotated[
-        str | None, typer.Option(help="A head of `pullback train head`; one for each stage, by commas.")
+        str | None,
+        typer.Option(
+            help="A head of `pullback train head`; one for each stage, by commas.",
+            show_default="those that come with the package for this model, decoder and stages",
+        ),
     ] = None,
     spn: Annotated[
         str | None, typer.Option(help="An SPN of `pullback train spn`: the score spn, and the paper's matching.")

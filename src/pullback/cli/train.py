@@ -1,5 +1,5 @@
-"""`pullback train head`, `spn`, `drm` and `bottleneck`: small networks that predict the geometry from features alone,
-or make it low-dimensional."""
+"""`pullback train head`, `heads`, `spn`, `drm` and `bottleneck`: small networks that predict the geometry from features
+alone, or make it low-dimensional."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from pullback.cli import options
 from pullback.cli.common import kept, load_any_probe, one_layer, parse_size, refuse_scenes, running, say, say_page
 from pullback.cli.targets import stored_rows
 from pullback.errors import FileError, PullbackError, naming
+from pullback.report.console import console, heads_table
 from pullback.report.drawing import Drawing
 from pullback.report.progress import ProgressDisplay
-from pullback.runs.documents import CHECKPOINT, OWN_TARGETS
+from pullback.runs.documents import CHECKPOINT, HEADS, OWN_TARGETS, layer_name
 
 if TYPE_CHECKING:
     from pullback.learning.fit import FitConfig
@@ -114,6 +115,90 @@ def head(
             progress=progress,
         )
         _finish(fitted, out)
+
+
+@train.command()
+def heads(
+    model: options.Model,
+    images: Annotated[list[str], typer.Option(help=f"{options.SOURCES} Several folders by several options.")],
+    out: Annotated[
+        Path, typer.Option(help="Folder of a head for each layer, heads.json, and the checkpoint to go on from.")
+    ],
+    held_out: Annotated[
+        str, typer.Option(help="Pictures that judge the heads, or the share of the images that is set aside for it.")
+    ] = "0.1",
+    decoder: options.Decoder = "cls",
+    layers: Annotated[
+        str | None, typer.Option(help="Block indices such as 3,6,9.", show_default="from 1 to the last but one")
+    ] = None,
+    width: Annotated[int, typer.Option(min=1, help="Of each head.")] = 256,
+    rounds: Annotated[int, typer.Option(min=1, help="Of attention and MLP in each head.")] = 1,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Optimiser steps.", show_default="960 on a GPU, 240 on a CPU")
+    ] = None,
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Pictures per step.", show_default="512 on a GPU, 64 on a CPU")
+    ] = None,
+    learning_rate: Rate = 2e-3,
+    block: Annotated[
+        int | None,
+        typer.Option(min=1, help="Pictures drawn at a time.", show_default="8192 on a GPU, 256 on a CPU"),
+    ] = None,
+    steps_per_block: Annotated[
+        int | None, typer.Option(min=1, help="Steps on each block.", show_default="32 on a GPU, 8 on a CPU")
+    ] = None,
+    judges: Annotated[
+        int | None,
+        typer.Option(min=1, help="Use so many of the held-out pictures.", show_default="200 on a GPU, 16 on a CPU"),
+    ] = None,
+    size: options.Size = None,
+    limit: options.Limit = None,
+    validate_every: Annotated[
+        int | None, typer.Option(min=1, help="Steps between validations.", show_default="160 on a GPU, 40 on a CPU")
+    ] = None,
+    patience: Patience = None,
+    tensorboard: TensorBoard = False,
+    seed: options.Seed = 0,
+    device: options.Device = "auto",
+) -> None:
+    """Train the heads of all layers at once on pictures alone. The same command goes on from its checkpoint. Minutes on
+    a GPU; on a CPU the defaults are much smaller, and so is what the heads learn."""
+    with _run(out, device, heads) as (progress, place):
+        refuse_scenes(model, "train heads", _OF_SCENES)
+        from pullback.learning.train_heads import heads_config, heads_layers, stream_config, train_heads
+
+        chosen, pixels = _block_indices(layers), parse_size(size)
+        with naming("held_out"):
+            judge = _share_or_images(held_out)
+        progress.stage(f"loading {model}")
+        probe = load_any_probe(model, decoder, None, place)
+        of_stream = {"block": block, "steps_per_block": steps_per_block}
+        of_fit = {name: value for name, value in _given(locals()).items() if value is not None}
+        trained = train_heads(
+            probe,
+            images[0] if len(images) == 1 else list(images),
+            judge,
+            layers=chosen,
+            width=width,
+            rounds=rounds,
+            judges=judges,
+            size=pixels,
+            limit=limit,
+            stream=stream_config(
+                probe,
+                chosen or heads_layers(probe),
+                pixels,
+                **{name: value for name, value in of_stream.items() if value is not None},
+            ),
+            config=heads_config(probe.device, **of_fit),
+            out=out,
+            tensorboard=tensorboard,
+            progress=progress,
+        )
+    console().print(heads_table({layer: dict(head.config.scores) for layer, head in trained.items()}))
+    say(f"written to {out}/: a folder for each layer, {HEADS}", "bold")
+    own = ",".join(f"{layer}={out / layer_name(layer)}" for layer in trained)
+    say(f"to use them: pullback plan {model} --heads {own}")
 
 
 @train.command()
@@ -346,6 +431,24 @@ def bottleneck(
         )
         latent_layer = "latent" if fitted.spherical else "latent-ambient"
         _finish(fitted, out, f"to use it: --decoder {decoder}@{out}, --layer hooks or {latent_layer}")
+
+
+def _block_indices(text: str | None) -> tuple[int, ...] | None:
+    """Read block indices such as 3,6,9; None where they were left out."""
+    if text is None:
+        return None
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise PullbackError(f"layers: expected block indices such as 3,6,9, got {text!r}.") from None
+
+
+def _share_or_images(text: str) -> float | str:
+    """Read the share of images to set aside, or leave the name of a folder as it is."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def _config(given: Mapping[str, Any]) -> FitConfig:

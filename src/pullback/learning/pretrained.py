@@ -69,7 +69,7 @@ class Origin:
             ("family", self.family, family),
             ("layer", self.layer, layer),
             ("weights", self.weights, weights),
-            ("decoder", _without_cells(self.decoder), _without_cells(decoder)),
+            ("decoder", without_cells(self.decoder), without_cells(decoder)),
             ("decoder", self.decoder_identity if same_name else None, decoder_identity),
         ):
             if made_for is not None and asked is not None and made_for != asked:
@@ -79,8 +79,8 @@ class Origin:
                 )
 
 
-def _without_cells(decoder: str | None) -> str | None:
-    """depth-8x8 -> depth, depth-8x8@FOLDER -> depth@FOLDER"""
+def without_cells(decoder: str | None) -> str | None:
+    """Return the name of a decoder without its cells: depth-8x8 -> depth, depth-8x8@FOLDER -> depth@FOLDER."""
     return None if decoder is None else re.sub(r"-\d+x\d+(?=@|$)", "", decoder)
 
 
@@ -115,7 +115,7 @@ class Pretrained(nn.Module):
     @classmethod
     def from_pretrained(cls: type[_Model], name: str | Path, *, device: str | torch.device = "cpu") -> _Model:
         """Load a folder that `save_pretrained` wrote, one that `pullback train` wrote, a hub id, or by its name what
-        comes with the package, such as "tiny-scenes-s2vae"; in evaluation mode."""
+        comes with the package, such as "tiny-scenes-s2vae" or "tiny-scenes-heads/cls-L03"; in evaluation mode."""
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 
@@ -178,7 +178,8 @@ def model_folder(name: str | Path) -> Path | str:
     folder = Path(name)
     if not folder.is_dir():
         trained = models.WEIGHTS / folder
-        known = len(folder.parts) == 1 and str(name) not in models.EMBEDDED and (trained / CONFIG).is_file()
+        inside = not folder.is_absolute() and len(folder.parts) <= 2 and ".." not in folder.parts
+        known = inside and str(name) not in models.EMBEDDED and (trained / CONFIG).is_file()
         return trained if known else name
     if (folder / CONFIG).is_file():
         return name

@@ -479,9 +479,11 @@ def pictures_to_vary(rows: Sequence[ImageRow], wanted: PixelFormat, progress: Pr
     progress.work("reading pictures", len(rows), "images")
     plain = PixelFormat.of(round(MARGIN * wanted.size[0]), (0, 0, 0), (1, 1, 1), wanted.interpolation)
     held = torch.empty(len(rows), 3, *plain.size, dtype=torch.uint8)
-    for number, row in enumerate(rows):
-        held[number] = (row.pixels(plain) * 255).round().byte()
-        progress.advance(1)
+    with ThreadPoolExecutor(READERS) as pool:
+        read = pool.map(lambda row: (row.pixels(plain) * 255).round().byte(), rows)
+        for number, picture in enumerate(read):
+            held[number] = picture
+            progress.advance(1)
     return held
 
 

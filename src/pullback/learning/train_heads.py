@@ -1,310 +1,493 @@
-"""Train heads on pictures that are varied anew all the time, with targets as fast as the device computes them.
+"""Train the heads of all layers of a model at once: what `pullback train heads` does.
 
-Early layers need many different pictures. Block norms from a few VJPs cost a fifteenth of the top-r importance there
-and rank tokens nearly alike, so a head learns from many cheap targets first. Pictures come in blocks: block k follows
-from the seed and k alone, is used for ``steps_per_block`` steps and forgotten, so a stopped run goes on exactly.
+From the outside in: `train_heads`, for images; `fit_heads`, for pictures from anywhere and heads of any sizes; the
+held-out pictures that judge them (`held_out_targets`). The heads as one network, and their task, are in `head_group`.
 
-`FreshCrops` and `FreshHeadTask` train one head at one layer. `LayerStream` and `GroupTask` train heads of several
-layers and sizes from one stream: for random signs u in output space, one backward pass of <decoder(F), u> leaves
-(J_l)^T u at the features F^l of every layer l at once, and E |((J_l)^T u)_t|^2 = |J_l,t|_F^2: block norms of all layers
-for the price of the earliest. Beside its target every head of such a group predicts, from the state in front of its
-MLP, what the last layer will make of each token (leading principal components of the normed features, free with the
-forward pass): where pictures are few this says more about each of them. That part is thrown away afterwards.
+The pictures are varied anew all the time, and one stream has the block norms of every layer (`target_streams`), which
+rank tokens nearly as importance does and cost a fifteenth of it. Beside its target every head predicts, from the state
+in front of its MLP, what the last layer will make of each token: where pictures are few this says more about each of
+them. That part is thrown away afterwards. What judges is the importance itself.
 """
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from pullback.data.crops import CROPS, STRONG, Variation
-from pullback.errors import PullbackError
-from pullback.geometry.importance import block_norms, quick_importance
-from pullback.learning.fit import CurrentBlock, Losses, Network, Share
+from pullback.backbones import Backbone
+from pullback.checks import finite_number, of_kind, whole_number
+from pullback.data.crops import STRONG, Variation
+from pullback.data.images import ImageSource, PixelFormat
+from pullback.data.sources import Source
+from pullback.errors import ImageError, ModelError, PullbackError, naming
+from pullback.evaluation.cost import flops
+from pullback.learning.fit import FitConfig, Fitted, check_going_on, fit
 from pullback.learning.head import ImportanceHead
-from pullback.learning.losses import order_loss
-from pullback.learning.pretrained import Pretrained
-from pullback.learning.train_head import HeadExamples, HeadTask, head_scores, varied_pixels
-from pullback.operators import JacobianOperator
+from pullback.learning.head_group import GroupConfig, GroupTask, HeadGroup
+from pullback.learning.target_streams import LayerStream
+from pullback.learning.train_head import (
+    HeadExamples,
+    ImageRow,
+    hash_of,
+    head_scores,
+    origin_of,
+    pictures_to_vary,
+    readable_rows,
+)
 from pullback.probes import ProbeMap
-from pullback.randnla import Streams
+from pullback.runs.documents import HEADS, SETTINGS, layer_name
+from pullback.runs.files import SAVE_EVERY, make_folder, read_arrays, write_arrays, write_json
+from pullback.runs.progress import Progress
+from pullback.runs.provenance import weights_hash
+from pullback.runs.settings import keep_settings
 from pullback.targets.recipe import targets_of
 
+JUDGES = "held_out"
+"""The folder, in that of a run, with the importance of the held-out pictures."""
+_RANK = 20
+_FEW_OUTPUTS = 2048
+"""Up to so many numbers of output the exact route is taken, and what judges is free of any tolerance."""
+_GPU_SHARE = 1 / 6
+"""Of a GPU's memory that a block of features may take."""
+
 
 @dataclass(frozen=True)
-class FreshCrops:
-    """Block k of varied pictures with their targets.
+class StreamConfig:
+    """What decides the pictures that heads learn from."""
 
-    ``pictures`` [n, 3, H, W] uint8 on any device. ``num_probes``: so many VJPs for block norms; None: importance,
-    accurate, or with ``rounds`` as `quick_importance` has it.
-    """
-
-    probe: ProbeMap
-    pictures: Tensor
-    size: int
-    block: int = 2048
-    variation: Variation = CROPS
-    num_probes: int | None = 4
-    rank: int = 20
-    rounds: int | None = None
-    batch: int = 64
-    precision: str = "float32"
-    seed: int = 0
-
-    def __call__(self, number: int) -> HeadExamples:
-        generator = Streams.from_seed(self.seed, 1, first=number).generators[0]
-        features, targets = [], []
-        for _ in range(0, self.block, self.batch):
-            with torch.no_grad():
-                part = self.probe.features(_varied_pictures(self, generator), normalized=True)
-            seed = int(torch.randint(1 << 62, (), generator=generator))
-            targets.append(self._targets(part, seed).float())
-            features.append(part.as_subclass(Tensor).half())
-        layout = self.probe.backbone.token_layout(torch.empty(0, 3, self.size, self.size))
-        return HeadExamples.kept(torch.cat(features)[: self.block], torch.cat(targets)[: self.block], layout.prefix)
-
-    def _targets(self, features: Tensor, seed: int) -> Tensor:
-        if self.num_probes is None and self.rounds is None:
-            return targets_of(self.probe, features, self.rank, seed=seed, precision=self.precision).importance
-        operator = JacobianOperator(self.probe, features, precision=self.precision)
-        streams = Streams.from_seed(seed, len(features), features.device)
-        if self.num_probes is None:
-            width = min(operator.rows, self.rank + 12)
-            return quick_importance(
-                operator, features.shape[1], self.rank, width=width, rounds=self.rounds or 0, streams=streams
-            )
-        found = block_norms(operator, features.shape[1], num_probes=self.num_probes, streams=streams)
-        return found.squared.value.clamp_min(0).sqrt()
-
-
-@dataclass(eq=False)
-class FreshHeadTask:
-    """A `Task` whose examples are replaced every ``steps_per_block`` steps."""
-
-    blocks: Callable[[int], HeadExamples]
-    held_out: HeadExamples
+    block: int  # pictures whose features are held at a time
     steps_per_block: int
-    rank_weight: float = 0.5
-    _current: CurrentBlock[HeadTask] = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        self._current = CurrentBlock(self._task, self.steps_per_block)
-
-    def _task(self, number: int) -> HeadTask:
-        return HeadTask([self.blocks(number)], self.held_out, self.rank_weight)
-
-    def loss(self, network: Network, step: int, share: Share, generator: torch.Generator) -> Losses:
-        return self._current.at(step).loss(network, step, share, generator)
-
-    def validate(self, network: Network) -> Mapping[str, float]:
-        return head_scores(network, self.held_out)
-
-
-@dataclass(frozen=True)
-class LayerBlock:
-    """n pictures at L layers."""
-
-    features: Tensor  # [L, n, N, D], float16
-    norms: Tensor  # [L, n, N], block norms
-    hints: Tensor  # [n, N, k], float16, spread 1: the last layer's principal components
-
-
-@dataclass(frozen=True)
-class LayerStream:
-    """Block k of varied pictures [n, 3, H, W] uint8, with block norms from ``num_probes`` backward passes."""
-
-    probe: ProbeMap  # its layer plays no part
-    layers: tuple[int, ...]
-    pictures: Tensor
-    size: int
-    block: int = 4096
+    at_once: int  # pictures per forward and backward pass
     variation: Variation = STRONG
-    num_probes: int = 2
-    num_hints: int = 64
-    batch: int = 256
-    seed: int = 0
-
-    def __call__(self, number: int) -> LayerBlock:
-        generator = Streams.from_seed(self.seed, 1, first=number).generators[0]
-        mean, directions = self._components
-        features, norms, hints = [], [], []
-        for _ in range(0, self.block, self.batch):
-            tokens, lengths, last = self._part(generator)
-            features.append(tokens.half())
-            norms.append(lengths)
-            hints.append(((last - mean) @ directions).clamp(-6, 6).half())
-        keep = slice(self.block)
-        return LayerBlock(torch.cat(features, 1)[:, keep], torch.cat(norms, 1)[:, keep], torch.cat(hints)[keep])
-
-    @cached_property
-    def _components(self) -> tuple[Tensor, Tensor]:
-        """Mean and directions of the hints, from pictures of their own: a run that goes on has the same ones."""
-        if self.num_hints > self.probe.backbone.dim:
-            raise PullbackError(f"num_hints: expected at most {self.probe.backbone.dim}, got {self.num_hints}.")
-        generator = Streams.from_seed(self.seed, 1, first=-1).generators[0]
-        return principal_components(self._part(generator)[2], self.num_hints)
-
-    def _part(self, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-        images = _varied_pictures(self, generator)
-        draws = torch.Generator(self.probe.device).manual_seed(int(torch.randint(1 << 62, (), generator=generator)))
-        return block_norms_of_layers(self.probe, images, self.layers, num_probes=self.num_probes, generator=draws)
-
-
-def _varied_pictures(stream: FreshCrops | LayerStream, generator: torch.Generator) -> Tensor:
-    """Draw the next ``batch`` pictures with replacement, varied and normalised for the backbone: [batch, 3, H, W]."""
-    rows = torch.randint(len(stream.pictures), (stream.batch,), generator=generator)
-    chosen = stream.pictures[rows.to(stream.pictures.device)]
-    return varied_pixels(stream.probe, chosen, stream.size, stream.variation, generator)
-
-
-def block_norms_of_layers(
-    probe: ProbeMap, images: Tensor, layers: Sequence[int], *, num_probes: int, generator: torch.Generator
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute (F^l [L, B, N, D], block norms [L, B, N], the normed last layer [B, N, D]) of images [B, 3, H, W].
-
-    On a GPU the blocks run in bf16 with a float32 residual stream: the products lose 1e-2, far less than their noise.
-    """
-    backbone, decoder = probe.backbone, probe.decoder
-    layout = backbone.token_layout(images)
-    rope, top = backbone.tables(layout, images), backbone.depth - 1
-    if not layers or list(layers) != sorted(set(layers)) or layers[-1] > max(decoder.layers):
-        raise PullbackError(
-            f"layers: expected different layers in ascending order, none above the last that the decoder reads "
-            f"({max(decoder.layers)}), got {list(layers)}."
-        )
-    with torch.autocast(images.device.type, torch.bfloat16, enabled=images.is_cuda):
-        with torch.no_grad():
-            # what the decoder reads below the first layer does not depend on it
-            below = [layer for layer in decoder.layers if layer < layers[0]]
-            states = {layer: tokens.float() for layer, tokens in backbone.features(images, [*below, layers[0]]).items()}
-        first = states[layers[0]].requires_grad_()
-        with torch.enable_grad():
-            for layer in range(layers[0] + 1, top + 1):
-                states[layer] = backbone.blocks[layer](states[layer - 1], rope)
-            output = decoder.output([states[layer] for layer in decoder.layers], layout, backbone.norm).flatten(1)
-            wanted = [states[layer] for layer in layers]
-            energy = torch.zeros(len(layers), *first.shape[:2], device=images.device)
-            for count in range(num_probes):
-                signs = 2.0 * torch.randint(0, 2, output.shape, generator=generator, device=images.device) - 1
-                pulled = torch.autograd.grad(
-                    output, wanted, signs.to(output.dtype), retain_graph=count < num_probes - 1
-                )
-                energy += torch.stack([part.float().square().sum(-1) for part in pulled])
-        last = backbone.norm(states[top].detach()).float()
-    return torch.stack([state.detach() for state in wanted]).float(), (energy / num_probes).sqrt(), last
-
-
-def principal_components(tokens: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return mean [D] and directions [D, count] of tokens [..., D], scaled so that every coordinate has spread 1."""
-    flat = tokens.flatten(0, -2).double()
-    mean = flat.mean(0)
-    values, vectors = torch.linalg.eigh((flat - mean).mT @ (flat - mean) / len(flat))
-    scale = values[-count:].clamp_min(1e-12 * float(values[-1])).rsqrt()
-    return mean.to(tokens.dtype), (vectors[:, -count:] * scale).to(tokens.dtype)
-
-
-@dataclass(frozen=True)
-class GroupConfig:
-    """The heads of a group: (name, place of its layer in the stream, width, rounds) each."""
-
-    dim: int
-    hints: int
-    heads: tuple[tuple[str, int, int, int], ...]
-
-
-class HeadGroup(Pretrained):
-    """Heads that are trained side by side, each with a linear map from its state to the hints."""
-
-    kind, title = "head-group", "Importance heads"
-
-    def __init__(self, config: GroupConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.members = nn.ModuleDict()
-        self.helpers = nn.ModuleDict()
-        for name, _, width, rounds in config.heads:
-            self.members[name] = ImportanceHead(config.dim, width, rounds=rounds)
-            self.helpers[name] = nn.Linear(width, config.hints)
-
-    @classmethod
-    def config_from_dict(cls, stored: Mapping[str, Any]) -> GroupConfig:
-        return GroupConfig(stored["dim"], stored["hints"], tuple(tuple(head) for head in stored["heads"]))
-
-    @classmethod
-    def from_config(cls, config: GroupConfig) -> HeadGroup:
-        return cls(config)
-
-    def start_from(self, block: LayerBlock, count: int = 512) -> HeadGroup:
-        for name, place, _, _ in self.config.heads:
-            self.head(name).start_from(block.features[place, :count].float(), block.norms[place, :count])
-        return self
-
-    def head(self, name: str) -> ImportanceHead:
-        found = self.members[name]
-        assert isinstance(found, ImportanceHead)
-        return found
-
-    def forward(self, features: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        """[L, B, N, D] -> for every head its scores [B, N] and its guess of the hints [B, N, k]."""
-        out = {}
-        for name, place, _, _ in self.config.heads:
-            state = self.head(name).state(features[place])
-            out[name] = self.head(name).scores_of(state), self.helpers[name](state)
-        return out
-
-
-@dataclass(eq=False)
-class GroupTask:
-    """A `Task`: every head against the block norms of its layer, judged by the exact importance of held-out images.
-
-    ``dropout`` of the entries of the features, against learning the training pictures by heart.
-    """
-
-    blocks: Callable[[int], LayerBlock]
-    held_out: Sequence[HeadExamples]  # one per layer of the stream
-    group: HeadGroup
-    steps_per_block: int
+    hints: int = 64  # principal components of the last layer that heads predict beside their target
     hint_weight: float = 0.3
-    dropout: float = 0.0
-    _current: CurrentBlock[LayerBlock] = field(init=False, repr=False)
+    dropout: float = 0.0  # of the entries of the features
 
     def __post_init__(self) -> None:
-        if not 0 <= self.dropout < 1:
-            raise PullbackError(f"dropout: expected a share from 0 up to, but without, 1, got {self.dropout}.")
-        self._current = CurrentBlock(self.blocks, self.steps_per_block)
+        for name in ("block", "steps_per_block", "at_once", "hints"):
+            whole_number(name, getattr(self, name))
+        finite_number("hint_weight", self.hint_weight, least=0, expected="a number that is not negative")
 
-    def loss(self, network: Network, step: int, share: Share, generator: torch.Generator) -> Losses:
-        block = self._current.at(step)
-        rows = share.of(torch.randint(block.hints.shape[0], (share.batch,), generator=generator))
-        rows = rows.to(block.features.device)
-        found = network(self._dropped(block.features[:, rows].float(), generator))
-        hints = block.hints[rows].float()
-        losses = []
-        for name, place, _, _ in self.group.config.heads:
-            scores, guess = found[name]
-            helped = (guess.float() - hints).square().mean()
-            losses.append(order_loss(scores, block.norms[place, rows]) + self.hint_weight * helped)
-        return torch.stack(losses).sum(), {}
 
-    def _dropped(self, features: Tensor, generator: torch.Generator) -> Tensor:
-        """Drop entries of the features, by draws that follow from the step, so that a run that goes on has the same."""
-        if not self.dropout:
-            return features
-        seed = int(torch.randint(1 << 62, (), generator=generator))
-        draws = torch.Generator(features.device).manual_seed(seed)
-        kept = torch.rand(features.shape, generator=draws, device=features.device) >= self.dropout
-        return features * kept / (1 - self.dropout)
+class HeadSize(NamedTuple):
+    """A head of a group."""
 
-    def validate(self, network: Network) -> Mapping[str, float]:
-        """Score every head; the mean of their rho decides."""
-        scores: dict[str, float] = {}
-        for name, place, _, _ in self.group.config.heads:
-            found = head_scores(self.group.head(name), self.held_out[place])
-            scores |= {f"{name}/{key}": value for key, value in found.items() if key != "score"}
-        rho = [value for name, value in scores.items() if name.endswith("/rho")]
-        return {"score": sum(rho) / len(rho), **scores}
+    name: str
+    layer: int
+    width: int = 256
+    rounds: int = 1
+
+
+class Judge(NamedTuple):
+    """Held-out pictures at one layer: features with their importance, and their block norms [n, N]."""
+
+    examples: HeadExamples
+    norms: Tensor
+
+
+def train_heads(
+    probe: ProbeMap,
+    images: ImageSource | Source,
+    held_out: ImageSource | Source | float = 0.1,
+    *,
+    layers: Sequence[int] | None = None,
+    width: int = 256,
+    rounds: int = 1,
+    judges: int | None = None,
+    size: int | None = None,
+    limit: int | None = None,
+    stream: StreamConfig | None = None,
+    config: FitConfig | None = None,
+    half: bool = False,
+    out: str | Path | None = None,
+    tensorboard: bool = False,
+    progress: Progress | None = None,
+    seconds: float = math.inf,
+    on_step: Callable[[int, Mapping[str, float]], None] | None = None,
+) -> dict[int, ImportanceHead]:
+    """Train an importance head for each of these layers, {layer: head}, for the decoder of a probe on any layer.
+
+    ``held_out``: pictures that judge, or the share of the images that is set aside for it. No picture is on both sides.
+    ``judges``: at most so many of them, chosen at random: each takes its importance at every layer. ``layers``: all
+    from 1 to the last but one. ``stream`` and ``config``: see `stream_config` and `heads_config`, whose defaults are
+    much smaller on a CPU. ``limit``: use the first so many images. ``half``: round the weights to float16 before they
+    are judged in the end, so that storing them so loses nothing.
+
+    ``out``: folder of a head for each layer (L01, L02, ...), heads.json, metrics.jsonl and the checkpoint that a second
+    call goes on from. ``seconds``: stop after about so many seconds of training, with a checkpoint to go on from.
+    The rho of each head and its share of the operations of the blocks end up in its config and in heads.json.
+    """
+    backbone = _checked(probe)
+    layers = heads_layers(probe) if layers is None else tuple(layers)
+    stream, config = stream or stream_config(probe, layers, size), config or heads_config(probe.device)
+    judges = whole_number("judges", _JUDGES[_place(probe.device)] if judges is None else judges)
+    progress, folder = progress or Progress(), None if out is None else Path(out)
+    wanted = _square(probe.pixel_format(size))
+    backbone.check_size(wanted.size)
+    heads = [HeadSize(layer_name(layer), layer, width, rounds) for layer in layers]
+    group_of(probe, heads, stream.hints, "meta")  # whose errors shall come before anything is read
+    progress.stage("reading the images")
+    rows, others = _divided(images, held_out, judges, wanted, limit, config.seed)
+    settings = {**made_for(probe), "images": _contents(rows), "held_out": _contents(others)}
+    check_heads(probe, heads, stream, config, folder, settings, size=wanted.size[0])
+    plain = torch.stack([row.pixels(wanted) for row in others])
+    found = held_out_targets(probe, layers, plain, folder=folder, settings=settings, progress=progress)
+    pictures = pictures_to_vary(rows, wanted, progress)
+    group, fitted = fit_heads(
+        probe,
+        pictures.to(probe.device),
+        heads,
+        [judge.examples for judge in found],
+        stream,
+        config,
+        size=wanted.size[0],
+        out=folder,
+        settings=settings,
+        tensorboard=tensorboard,
+        progress=progress,
+        seconds=seconds,
+        on_step=on_step,
+    )
+    counts = {"training_images": len(rows), "held_out_images": len(others), "steps": fitted.steps}
+    counts |= {"best_step": fitted.step}
+    trained = described(probe, group, heads, [judge.examples for judge in found], wanted.size[0], counts, half=half)
+    if folder is not None:
+        write_heads(folder, trained)
+    return {head.layer: trained[head.name] for head in heads}
+
+
+def fit_heads(
+    probe: ProbeMap,
+    pictures: Tensor,
+    heads: Sequence[HeadSize],
+    held_out: Sequence[HeadExamples],
+    stream: StreamConfig,
+    config: FitConfig,
+    *,
+    size: int,
+    out: Path | None = None,
+    settings: Mapping[str, Any] | None = None,
+    start: Mapping[str, ImportanceHead] | None = None,
+    tensorboard: bool = False,
+    progress: Progress | None = None,
+    seconds: float = math.inf,
+    on_step: Callable[[int, Mapping[str, float]], None] | None = None,
+) -> tuple[HeadGroup, Fitted]:
+    """Train heads on pictures [n, 3, S, S] uint8, which are varied to ``size`` pixels, judged by ``held_out``: an
+    entry for each layer of the heads, in ascending order. ``start``: heads to go on from, by name. ``settings``: plain
+    JSON, what else decides the weights, such as `made_for` and hashes of the pictures."""
+    layers = layers_of(heads)
+    blocks = LayerStream(
+        probe,
+        layers,
+        pictures,
+        size,
+        stream.block,
+        stream.variation,
+        num_hints=min(stream.hints, probe.backbone.dim),
+        batch=min(stream.at_once, stream.block),
+        seed=config.seed,
+    )
+    goes_on = check_heads(probe, heads, stream, config, out, settings or {}, size=size)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        group = group_of(probe, heads, stream.hints).to(probe.device)
+    task = GroupTask(blocks, held_out, group, stream.steps_per_block, stream.hint_weight, stream.dropout)
+    if not goes_on:
+        task.start()
+        for name, head in (start or {}).items():
+            group.head(name).load_state_dict(head.state_dict())
+    fitted = fit(
+        group,
+        task,
+        config,
+        out=out,
+        settings=_settings(heads, stream, settings or {}, size),
+        tensorboard=tensorboard,
+        progress=progress,
+        seconds=seconds,
+        on_step=on_step,
+    )
+    return group, fitted
+
+
+def check_heads(
+    probe: ProbeMap,
+    heads: Sequence[HeadSize],
+    stream: StreamConfig,
+    config: FitConfig,
+    out: Path | None,
+    settings: Mapping[str, Any],
+    *,
+    size: int,
+) -> bool:
+    """Return whether `fit_heads` would go on in the folder ``out``, or raise the error with which it would refuse."""
+    group = group_of(probe, heads, stream.hints, "meta")
+    return check_going_on(group, config, out, _settings(heads, stream, settings, size))
+
+
+def held_out_targets(
+    probe: ProbeMap,
+    layers: Sequence[int],
+    images: Tensor,
+    *,
+    method: str | None = None,
+    folder: Path | None = None,
+    settings: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
+) -> list[Judge]:
+    """Compute the importance of images [n, 3, H, W], normalised for the backbone, at each of these layers.
+
+    ``method``: that of `targets_of`; None: exact where the output is an embedding, auto where it is a map. With
+    ``folder``, what is computed is kept there, and a second call with the same ``settings`` goes on from it.
+    """
+    progress = progress or Progress()
+    images = images.to(probe.device)
+    taken = [replace(probe, at=layer) for layer in layers]
+    if method is None:
+        with torch.no_grad():
+            method = "exact" if taken[0](taken[0].features(images[:1])).numel() <= _FEW_OUTPUTS else "auto"
+    precision = "tf32" if probe.device.type == "cuda" else "float32"
+    kept = None if folder is None else make_folder(folder / JUDGES)
+    if kept is not None:
+        known = {**(settings or {}), "method": method, "precision": precision}
+        known |= {"size": list(images.shape[2:]), "images": len(images)}
+        keep_settings(kept / SETTINGS, known, holds="importance of held-out pictures")
+    progress.work("importance of held-out pictures", len(layers) * len(images), "maps")
+    return [_judge(own, images, method, precision, kept, progress) for own in taken]
+
+
+def _judge(
+    probe: ProbeMap, images: Tensor, method: str, precision: str, kept: Path | None, progress: Progress
+) -> Judge:
+    """Compute the targets of one layer; ``kept`` holds those of an earlier run."""
+    path = None if kept is None else kept / f"{layer_name(probe.layer)}.npz"
+    found = read_arrays(path) if path is not None and path.is_file() else {}
+    importance, norms = ([found[name]] if found else [] for name in ("importance", "block_norms"))
+    done = len(importance[0]) if importance else 0
+    progress.advance(done)
+    saved, features = time.perf_counter(), []
+
+    def save() -> None:
+        if path is not None:
+            write_arrays(path, {"importance": np.concatenate(importance), "block_norms": np.concatenate(norms)})
+
+    for rows in torch.arange(len(images)).split(32 if images.is_cuda else 4):
+        part = probe.features(images[rows], normalized=True)
+        features.append(part.as_subclass(Tensor).half())
+        if int(rows[-1]) < done:
+            continue
+        new = rows[rows >= done]
+        targets = targets_of(
+            probe, part[len(rows) - len(new) :], _RANK, method, seeds=new.tolist(), precision=precision
+        )
+        importance.append(targets.importance.float().cpu().numpy())
+        norms.append(targets.block_energy.value.clamp_min(0).sqrt().float().cpu().numpy())
+        progress.advance(len(new))
+        if time.perf_counter() - saved > SAVE_EVERY:
+            save()
+            saved = time.perf_counter()
+    save()
+    prefix = probe.backbone.token_layout(images[:1]).prefix
+    importance_of, norms_of = (torch.from_numpy(np.concatenate(parts)) for parts in (importance, norms))
+    return Judge(HeadExamples.kept(torch.cat(features), importance_of.to(images.device), prefix), norms_of)
+
+
+def described(
+    probe: ProbeMap,
+    group: HeadGroup,
+    heads: Sequence[HeadSize],
+    held_out: Sequence[HeadExamples],
+    size: int,
+    counts: Mapping[str, float],
+    *,
+    half: bool = False,
+) -> dict[str, ImportanceHead]:
+    """Return the heads of a group by name, each with what it was made for, its rho and its cost, and the ``counts``.
+
+    ``half`` as in `train_heads`."""
+    layers = layers_of(heads)
+    origin = origin_of(replace(probe, at=layers[0]), _RANK, (size, size))
+    whole = _block_operations(probe, size)
+    found = {}
+    for size_of in heads:
+        head = group.head(size_of.name).eval()
+        if half:
+            head.half().float()
+        examples = held_out[layers.index(size_of.layer)]
+        scores = {name: value for name, value in head_scores(head, examples).items() if name != "score"}
+        features = examples.features(torch.arange(1))
+        scores["operations_share"] = flops(lambda head=head, x=features: head.logits(x)) / whole  # type: ignore[misc]
+        scores |= {name: float(value) for name, value in counts.items()}
+        found[size_of.name] = head.describe(
+            origin=replace(origin, layer=size_of.layer), scores=scores, target="block-norm"
+        )
+    return found
+
+
+def write_heads(folder: Path, heads: Mapping[str, ImportanceHead]) -> Path:
+    """Write each head into a folder of its name, and what they do and cost into heads.json."""
+    for name, head in heads.items():
+        head.save_pretrained(folder / name)
+    table = {
+        name: {
+            "layer": head.layer,
+            "parameters": sum(parameter.numel() for parameter in head.parameters()),
+            **head.config.scores,
+        }
+        for name, head in heads.items()
+    }
+    write_json(folder / HEADS, {"decoder": next(iter(heads.values())).config.origin.decoder, "heads": table})
+    return folder
+
+
+# Defaults
+
+
+_JUDGES = {"cuda": 200, "cpu": 16}
+
+
+def heads_layers(probe: ProbeMap) -> tuple[int, ...]:
+    """Return the layers after which tokens may be removed: from 1 to the last but one, and none above the decoder's."""
+    return tuple(range(1, min(probe.backbone.depth - 2, max(probe.decoder.layers)) + 1))
+
+
+def stream_config(probe: ProbeMap, layers: Sequence[int], size: int | None = None, **changes: Any) -> StreamConfig:
+    """Return the stream for the device of a probe, with these ``changes``: blocks of 8,192 pictures on a GPU, or half
+    as many where they would fill its memory; blocks of 256 on a CPU."""
+    if _place(probe.device) == "cpu":
+        return StreamConfig(**{"block": 256, "steps_per_block": 8, "at_once": 16, **changes})
+    height, width = probe.pixel_format(size).size
+    tokens = probe.backbone.token_layout(torch.empty(0, 3, height, width)).tokens
+    each = 2 * len(layers) * tokens * probe.backbone.dim
+    room = _GPU_SHARE * torch.cuda.get_device_properties(probe.device).total_memory / each
+    block = min(8192, 2 ** int(math.log2(max(256, room))))
+    return StreamConfig(**{"block": block, "steps_per_block": 32, "at_once": 256, **changes})
+
+
+def heads_config(device: torch.device, **changes: Any) -> FitConfig:
+    """Return the training of heads on a device, with these ``changes``: 960 steps of 512 in bf16 on a GPU, 240 steps of
+    64 on a CPU."""
+    known: dict[str, dict[str, Any]] = {
+        "cuda": {"steps": 960, "batch": 512, "validate_every": 160, "precision": "bf16"},
+        "cpu": {"steps": 240, "batch": 64, "validate_every": 40, "warmup": 30},
+    }
+    return FitConfig(**{"ema": 0.995, **known[_place(device)], **changes})
+
+
+def _place(device: torch.device) -> str:
+    return "cuda" if device.type == "cuda" else "cpu"
+
+
+# What is compared, and what is read
+
+
+def layers_of(heads: Sequence[HeadSize]) -> tuple[int, ...]:
+    """Return the layers of these heads, each once, in ascending order."""
+    return tuple(sorted({head.layer for head in heads}))
+
+
+def group_of(probe: ProbeMap, heads: Sequence[HeadSize], hints: int, device: str | torch.device = "cpu") -> HeadGroup:
+    """Return these heads for the features of a probe as one network, with random weights."""
+    layers = layers_of(heads)
+    if len({head.name for head in heads}) < len(heads) or not heads:
+        raise PullbackError(f"layers: expected at least one, each once, got {[head.layer for head in heads]}.")
+    for layer in layers:
+        probe.backbone.check_layer(layer)
+    if layers[-1] > max(probe.decoder.layers):
+        raise PullbackError(
+            f"layers: expected none above the last that the decoder reads ({max(probe.decoder.layers)}), got "
+            f"{list(layers)}."
+        )
+    places = tuple((head.name, layers.index(head.layer), head.width, head.rounds) for head in heads)
+    with torch.device(device):
+        return HeadGroup(GroupConfig(probe.backbone.dim, min(hints, probe.backbone.dim), places))
+
+
+def _checked(probe: ProbeMap) -> Backbone:
+    of_kind("probe", probe, ProbeMap, "a probe map, such as pb.load_probe(model, decoder)")
+    if not isinstance(probe.backbone, Backbone):
+        raise ModelError(f"probe: expected one of a ViT of single images, got {probe.backbone.name}.")
+    return probe.backbone
+
+
+def _square(wanted: PixelFormat) -> PixelFormat:
+    if wanted.size[0] != wanted.size[1]:
+        raise PullbackError(
+            f"size: expected a square, since pictures are varied by square crops, got {wanted.size[0]}x"
+            f"{wanted.size[1]}. Heads score tokens of images of any shape."
+        )
+    return wanted
+
+
+def _divided(
+    images: ImageSource | Source,
+    held_out: ImageSource | Source | float,
+    judges: int,
+    wanted: PixelFormat,
+    limit: int | None,
+    seed: int,
+) -> tuple[list[ImageRow], list[ImageRow]]:
+    """Return (training rows, those that judge); no content is among both."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = _each_once(readable_rows(images, wanted, limit))
+    if isinstance(held_out, (int, float)):
+        share = finite_number("held_out", held_out, expected="a share between 0 and 1, or images of their own")
+        count = round(share * len(rows))
+        if not 0 < count < len(rows):
+            raise PullbackError(
+                f"held_out: {len(rows)} different images cannot be divided by a share of {share:g}. Give more images, "
+                "another share, or images of their own."
+            )
+        order = torch.randperm(len(rows), generator=generator).tolist()
+        others, rows = [rows[place] for place in order[:count]], [rows[place] for place in sorted(order[count:])]
+    else:
+        with naming("held_out"):
+            others = _each_once(readable_rows(held_out, wanted))
+        apart = {row.sha256 for row in others}
+        rows = [row for row in rows if row.sha256 not in apart]
+        if not rows:
+            raise ImageError("held_out: all training images are among the held-out ones. Give others.")
+        others = [others[place] for place in torch.randperm(len(others), generator=generator).tolist()]
+    return rows, others[:judges]
+
+
+def _each_once(rows: Sequence[ImageRow]) -> list[ImageRow]:
+    """Return the rows without further copies of an image."""
+    return list({row.sha256: row for row in reversed(rows)}.values())[::-1]
+
+
+def _contents(rows: Sequence[ImageRow]) -> str:
+    return hash_of([row.sha256 for row in rows])
+
+
+def made_for(probe: ProbeMap) -> dict[str, Any]:
+    """Return the settings of a run that tell the model and the decoder apart from others."""
+    return {"weights": weights_hash(probe.backbone.model), "decoder": probe.decoder.name, **probe.identity}
+
+
+def _settings(
+    heads: Sequence[HeadSize], stream: StreamConfig, settings: Mapping[str, Any], size: int
+) -> dict[str, Any]:
+    """Return whatever decides the weights of heads, beside the configuration of the group and of the training loop."""
+    of_stream = {f"stream.{name}": value for name, value in asdict(stream).items()}
+    of_stream["stream.variation"] = hash_of(of_stream["stream.variation"])
+    return {**settings, **of_stream, "size": size, "layers": list(layers_of(heads))}
+
+
+@torch.no_grad()
+def _block_operations(probe: ProbeMap, size: int) -> int:
+    """Count the operations of all blocks for one image of this size."""
+    backbone = probe.backbone
+    assert isinstance(backbone, Backbone)
+    layout = backbone.token_layout(torch.empty(0, 3, size, size))
+    tokens = torch.zeros(1, layout.tokens, backbone.dim, device=backbone.device, dtype=backbone.dtype)
+    return flops(lambda: backbone.run(tokens, 0, backbone.depth, layout=layout))

@@ -17,17 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pullback.backbones import load_backbone
+from pullback.backbones import Backbone, load_backbone
 from pullback.checks import callable_or_none
 from pullback.errors import PullbackError, ShapeError, naming
 from pullback.evaluation.cost import flops as count_flops
 from pullback.evaluation.cost import race
 from pullback.evaluation.fidelity import degradation as measured_degradation
 from pullback.evaluation.statistics import mean_and_error
+from pullback.learning.shipped_heads import own_decoder, shipped_head, shipped_heads
 from pullback.pruning.forward import stage_scores
 from pullback.pruning.model import PrunedModel, plan_for
 from pullback.pruning.plan import PrunePlan, is_number, plain
-from pullback.pruning.scores import Choice, check_weights
+from pullback.pruning.scores import IMPORTANCE, Choice, check_weights, with_shipped
 
 RATIOS = tuple(step / 40 for step in range(1, 37))  # 0.025 to 0.9
 
@@ -92,7 +93,7 @@ class Forecast:
 
 def plan_pruning(
     model: nn.Module,
-    heads: Mapping[int, Choice],
+    heads: Mapping[int, Choice] | str,
     images: Tensor,
     *,
     flops: float | None = None,
@@ -108,17 +109,23 @@ def plan_pruning(
     """Find the plan for one of three budgets, on calibration images [n, 3, H, W].
 
     ``images``: normalised floats, or uint8, which are normalised; ``normalized`` as in `ProbeMap.features`.
-    ``heads``: the score to use after each block, {3: head, 6: head}. ``flops``: at most this share of the model's
-    operations. ``milliseconds``: at most so many for one batch, as the model runs here. ``degradation``: at most so
-    much in the mean over the images, as cheap as possible in operations. ``degrade``: (pruned output, full output) ->
-    [B], by default `evaluation.degradation`. ``stages``: at most so many. ``rounds`` of each timing. Whatever the
-    budget is, the forecast has the operations, the time and the degradation of the plan.
-    `prune(model, [heads[s] for s in f.plan.stages], ratio=f.plan.ratio, stages=f.plan.stages)` makes the model.
+    ``heads``: the score to use after each block, {3: head, 6: head}; "importance": every head that comes with the
+    package for this model, or with {3: "importance", ...} those of some blocks, which takes less time.
+    ``flops``: at most this share of the model's operations. ``milliseconds``: at most so many for one batch, as the
+    model runs here. ``degradation``: at most so much in the mean over the images, as cheap as possible in operations.
+    ``degrade``: (pruned output, full output) -> [B], by default `evaluation.degradation`. ``stages``: at most so many.
+    ``rounds`` of each timing. Whatever the budget is, the forecast has the operations, the time and the degradation of
+    the plan.
+    `prune(model, [heads[s] for s in f.plan.stages], ratio=f.plan.ratio, stages=f.plan.stages)` makes the model, or
+    `prune(model, "importance", ...)` with the heads that come with the package.
     """
     name, limit = check_budget(flops=flops, milliseconds=milliseconds, degradation=degradation)
     _check_inputs(heads, images, batch)
     callable_or_none("degrade", degrade)
     backbone = load_backbone(model)
+    heads = shipped_choices(backbone) if isinstance(heads, str) else heads
+    with naming("heads", "score"):
+        heads = dict(zip(heads, with_shipped(list(heads.values()), list(heads), backbone), strict=True))
     check_weights(backbone, [("heads", head) for head in heads.values() if isinstance(head, nn.Module)])
     with naming("heads"):
         for block, head in heads.items():
@@ -312,10 +319,20 @@ def check_budget(**budgets: Any) -> tuple[str, float]:
     return name, float(limit)
 
 
+def shipped_choices(backbone: Backbone) -> dict[int, Choice]:
+    """Return the name "importance" for every layer for which a head ships; none is an error."""
+    decoder = own_decoder(backbone)
+    layers = shipped_heads(backbone, decoder)
+    if not layers:  # whose error says what ships
+        shipped_head(backbone, decoder, backbone.depth // 3, argument="heads")
+    return dict.fromkeys(layers, IMPORTANCE)
+
+
 def _check_inputs(heads: Any, images: Any, batch: Any) -> None:
-    if not isinstance(heads, Mapping):
+    if not isinstance(heads, Mapping) and heads != IMPORTANCE:
         raise PullbackError(
-            f"heads: expected the score to use after each block, such as {{3: head, 6: 'norm'}}, got {heads!r:.80}."
+            "heads: expected the score to use after each block, such as {3: head, 6: 'norm'}, or 'importance', got "
+            f"{heads!r:.80}."
         )
     if not heads:
         raise PullbackError("heads: expected a score for at least one block, such as {3: head}, got none.")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,11 +33,13 @@ from pullback.evaluation.neighbours import Bank, ClassOf, classes_from_folders, 
 from pullback.evaluation.statistics import bootstrap_mean, compare_paired
 from pullback.learning.head import ImportanceHead
 from pullback.learning.pretrained import model_folder
+from pullback.learning.shipped_heads import shipped_folders, shipped_heads
 from pullback.learning.spn import SpectralPullbackNetwork
 from pullback.pruning.examples import MAX_IMAGES, Examples, panels, write_examples
 from pullback.pruning.model import PrunedModel
 from pullback.pruning.plan import PrunePlan
 from pullback.pruning.rules import Rule, Scores, Subject, load_networks, own_score, reference_score, rules
+from pullback.pruning.scores import IMPORTANCE
 from pullback.runs.documents import BANK, COST, ROWS, SETTINGS, SUMMARY
 from pullback.runs.files import SAVE_EVERY, WEIGHTS, read_arrays, read_json, remove_unfinished, write_arrays, write_json
 from pullback.runs.folder import check_kind, claim_folder
@@ -59,8 +61,9 @@ UNPRUNED = Rule("unpruned", "none", 0.0)
 
 @dataclass(frozen=True)
 class PruneRequest:
-    """Everything that decides the numbers. No ``stages``: one after a third of the blocks. No ``scores``: importance
-    (of the head, or exact) and the ones that need no training."""
+    """Everything that decides the numbers. No ``stages``: one after a third of the blocks. No ``heads``: those that
+    ship for these stages. No ``scores``: importance (of the heads, or without any exact) and the ones that need no
+    training."""
 
     model: str
     images: str
@@ -98,6 +101,7 @@ def run_comparison(request: PruneRequest, out: Path, progress: Progress) -> dict
     backbone = load_backbone(request.model, device=request.device)
     stages = (backbone.depth // 3,) if request.stages is None else request.stages
     subject = Subject(backbone, build_decoder(request.decoder, backbone), stages, request.precision)
+    request = replace(request, heads=_heads(request, subject))
     names = request.scores or _default_scores(request, backbone.prefix)
     wanted = rules(request.presets, names, request.ratios)
     notes = subject.check(wanted)
@@ -198,6 +202,17 @@ def _write_examples(
     chosen = {rule: models[rule] for rule in panels(list(models), reference_score(names))}
     shown.begin()
     write_examples(out, subject, chosen, shown.images, shown.keys, pixels)
+
+
+def _heads(request: PruneRequest, subject: Subject) -> tuple[Path, ...]:
+    """Return the folders of the heads that score: those that were given, or of each stage the one that ships. Where
+    importance was not asked for by name, there may be none."""
+    if request.heads or (request.scores is not None and IMPORTANCE not in request.scores):
+        return request.heads
+    backbone, decoder, stages = subject.backbone, subject.decoder.name, list(subject.stages)
+    if request.scores is None and not set(stages) <= set(shipped_heads(backbone, decoder)):
+        return ()
+    return tuple(shipped_folders(backbone, decoder, stages, argument="scores"))
 
 
 def _default_scores(request: PruneRequest, prefix: int) -> tuple[str, ...]:

@@ -42,7 +42,16 @@ from pullback.pruning.forward import PrunedRun, forward, prepared
 from pullback.pruning.plan import BlockPlan, Plan, PrunePlan
 from pullback.pruning.plan import preset as named_plan
 from pullback.pruning.plan import published as published_plan
-from pullback.pruning.scores import Choice, HeadScore, Modes, StageModes, check_weights, metric_score, networks_of
+from pullback.pruning.scores import (
+    Choice,
+    HeadScore,
+    Modes,
+    StageModes,
+    check_weights,
+    metric_score,
+    networks_of,
+    with_shipped,
+)
 from pullback.registry import PRESETS
 from pullback.runs.documents import PRUNED as DOCUMENT
 from pullback.runs.files import make_folder, read_json, replaced_folder, write_bytes, write_json, write_network, writing
@@ -84,8 +93,9 @@ def prune(
 
     ``model``: a transformers DINOv2, CLIP or SigLIP vision, ViT or Depth Anything model, an image classifier made of
     one, one of ours, or one of a registered family, in evaluation mode.
-    ``score``: an importance head, a name (random, bipartite, strided, class-attention, norm, cls-similarity, or a
-    registered one) or a function of the tokens [B, N, D] and the context; one for all stages, or one for each.
+    ``score``: "importance" (the heads that come with the package for this model), an importance head, another name
+    (random, bipartite, strided, class-attention, norm, cls-similarity, or a registered one) or a function of the tokens
+    [B, N, D] and the context; one for all stages, or one for each.
     ``ratio``: share of the patch tokens that is removed in the end, split equally over the stages, or a share for each.
     ``stages``: removal after these blocks.
     ``preset``: "best", another plan of stages (paper, drop, bipartite, attention-drop, strided), or a published rule as
@@ -103,11 +113,13 @@ def prune(
     plan = plan_for(model, preset, ratio, stages, dense=dense, r=r, keep=keep, size=size, output=output)
     if isinstance(plan, PrunePlan) and plan.stages:
         if score is None:
-            raise PullbackError(f"score: preset {preset!r} needs one: a head, or a name such as 'norm'.")
+            raise PullbackError(f"score: preset {preset!r} needs one: 'importance', a head, or a name such as 'norm'.")
     elif score is not None:
         raise PullbackError(f"score: preset {preset!r} has its own, and takes none. Leave it out.")
     else:
         scores = []
+    if isinstance(plan, PrunePlan):
+        scores = with_shipped(scores, plan.stages, load_backbone(model))
     pruned = PrunedModel(model, plan, scores, modes)
     check_weights(pruned.backbone, networks_of(pruned.scores, pruned.modes))
     for note in pruned.plan.notes(pruned.backbone.depth):

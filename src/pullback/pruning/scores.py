@@ -21,13 +21,17 @@ from torch import Tensor, nn
 
 from pullback import registry
 from pullback.backbones import AnyBackbone
+from pullback.backbones.shipped import has_fingerprint
 from pullback.backbones.weights import same_weights
 from pullback.errors import ModelError, PullbackError, ShapeError
+from pullback.learning.shipped_heads import own_decoder, shipped_head
 from pullback.operators import LowRankMetric
 from pullback.runs.provenance import weights_hash
 from pullback.tokens import TokenLayout
 
 logger = logging.getLogger(__name__)
+IMPORTANCE = "importance"
+"""The name of the score that heads give."""
 NEVER = 3.0  # a score above every 1 - cosine
 
 
@@ -229,6 +233,19 @@ def _redundancy(tokens: Tensor, stays: Tensor, context: ScoreContext) -> Tensor:
 # Networks as scores
 
 
+def with_shipped(choices: Sequence[Choice], stages: Sequence[int], backbone: AnyBackbone) -> list[Choice]:
+    """Return the scores with the heads that ship in place of the name "importance": for each stage the one for what the
+    model's own output reads."""
+    if IMPORTANCE not in [choice for choice in choices if isinstance(choice, str)]:
+        return list(choices)
+    each = [choices[0]] * len(stages) if len(choices) == 1 else list(choices)
+    decoder = own_decoder(backbone)
+    return [
+        shipped_head(backbone, decoder, stage) if isinstance(choice, str) and choice == IMPORTANCE else choice
+        for choice, stage in zip(each, stages, strict=False)
+    ] + each[len(stages) :]  # as many as were given: what does not fit is refused with its number
+
+
 class HeadScore(nn.Module):
     """A network from tokens [B, N, D] to scores [B, N], such as an importance head, as a score."""
 
@@ -330,7 +347,9 @@ def check_weights(backbone: AnyBackbone, networks: Iterable[tuple[str, nn.Module
     for argument, network in {id(network): (argument, network) for argument, network in networks}.values():
         origin: Any = getattr(getattr(network, "config", None), "origin", None)
         known = getattr(origin, "blocks", {})
-        if known:
+        if not known and getattr(origin, "fingerprint", {}):
+            same, why = has_fingerprint(origin.fingerprint, backbone), ""
+        elif known:
             same = same_weights(known, backbone)
             why = f"it was trained on {next(iter(known))}, and the model has another dtype, which has no common form"
         elif getattr(origin, "weights", None) is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -131,6 +131,17 @@ def convergence_table(layers: list[dict[str, Any]]) -> Table:
             cells += [missed(row["alignment_error"]), times(row["gradient_signal_ratio"])]
         first = rows[0]
         table.add_row(str(first["rounds"]), UNKNOWN if first["paper_q"] is None else str(first["paper_q"]), *cells)
+    return table
+
+
+def heads_table(scores: Mapping[int, Mapping[str, float]]) -> Table:
+    """Build the table of importance heads by layer: rho on held-out images, and what each head costs."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    for name in ("layer", "rho, all tokens", "patches", "of the blocks' operations"):
+        table.add_column(name, justify="left" if name == "layer" else "right")
+    for layer, found in sorted(scores.items()):
+        rho = plus_minus(found["rho"], found["rho_se"])
+        table.add_row(layer_name(layer), rho, plain(found["rho_patches"], 3), f"{found['operations_share']:.1%}")
     return table
 
 

@@ -164,6 +164,7 @@ def read_examples(folder: Path) -> dict[str, np.ndarray]:
 
 
 TARGETS = "targets.json"
+HEADS = "heads.json"
 PRUNED, PLAN = "pruned.json", "plan.json"
 PLAN_FIGURE = "plan.png"
 METRICS, CHECKPOINT = "metrics.jsonl", "checkpoint.pt"
