@@ -1,4 +1,5 @@
-"""`pullback train head`, `heads`, `spn`, `drm` and `bottleneck`: what they write and say, how they go on, and how they fail."""
+"""`pullback train head`, `heads`, `spn`, `drm` and `bottleneck`: what they write and say, how they go on, and how they
+fail."""
 
 import os
 import shutil
@@ -395,18 +396,8 @@ def test_two_processes_give_the_head_of_one(place, tmp_path):
 
 def test_heads_of_all_layers_by_one_command(place, tmp_path):
     out = tmp_path / "heads"
-    options = (
-        "--images",
-        place / "photos",
-        "--images",
-        place / "others",
-        "--out",
-        out,
-        "--size",
-        28,
-        "--device",
-        "cpu",
-    )
+    options = ("--images", place / "photos", "--images", place / "others", "--out", out, "--size", 28)
+    options += ("--device", "cpu")
     sizes = ("--layers", "0,1", "--width", 16, "--steps", 2, "--batch", 2, "--block", 4, "--steps-per-block", 1)
     first = run("heads", place / "model", *options, *sizes, "--judges", 2)
     assert first.exit_code == 0, first.output

@@ -27,17 +27,8 @@ def typed(monkeypatch):
 
 
 def test_a_run_is_stopped_and_goes_on_and_its_heads_are_found(typed, toy_model, tmp_path, monkeypatch, capsys):
-    options = (
-        "tiny-scenes",
-        "--model",
-        toy_model,
-        *SMALL,
-        *LOOP,
-        "--work",
-        tmp_path / "work",
-        "--pack",
-        tmp_path / "w",
-    )
+    folders = ("--work", tmp_path / "work", "--pack", tmp_path / "w")
+    options = ("tiny-scenes", "--model", toy_model, *SMALL, *LOOP, *folders)
     typed(*options, "--seconds", 0)
     assert "stopped after 0 of 4 steps; the same command goes on" in capsys.readouterr().out
     assert not (tmp_path / "w").exists()

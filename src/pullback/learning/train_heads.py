@@ -102,7 +102,7 @@ def train_heads(
     width: int = 256,
     rounds: int = 1,
     judges: int | None = None,
-    size: int | None = None,
+    size: int | tuple[int, int] | None = None,
     limit: int | None = None,
     stream: StreamConfig | None = None,
     config: FitConfig | None = None,
@@ -360,7 +360,9 @@ def heads_layers(probe: ProbeMap) -> tuple[int, ...]:
     return tuple(range(1, min(probe.backbone.depth - 2, max(probe.decoder.layers)) + 1))
 
 
-def stream_config(probe: ProbeMap, layers: Sequence[int], size: int | None = None, **changes: Any) -> StreamConfig:
+def stream_config(
+    probe: ProbeMap, layers: Sequence[int], size: int | tuple[int, int] | None = None, **changes: Any
+) -> StreamConfig:
     """Return the stream for the device of a probe, with these ``changes``: blocks of 8,192 pictures on a GPU, or half
     as many where they would fill its memory; blocks of 256 on a CPU."""
     if _place(probe.device) == "cpu":
