@@ -36,9 +36,10 @@ def wheel(tmp_path_factory) -> Path:
 def test_the_wheel_holds_all_weights_their_cards_and_the_type_marker(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     files = ("config.json", "model.safetensors", "README.md")
-    folders = {path.name for path in models.WEIGHTS.iterdir() if path.is_dir()}
+    folders = {path.relative_to(models.WEIGHTS).as_posix() for path in models.configurations()}
     assert folders >= set(models.EMBEDDED)
     wanted = {f"{WEIGHTS}/{folder}/{file}" for folder in folders for file in files}
+    wanted |= {f"{WEIGHTS}/{path.name}/README.md" for path in models.WEIGHTS.iterdir() if path.is_dir()}
     assert wanted | {"pullback/py.typed"} <= names
     for kind in ("*.py", "*.j2"):
         sources = {path.relative_to(ROOT / "src").as_posix() for path in (ROOT / "src" / "pullback").rglob(kind)}

@@ -224,7 +224,7 @@ prune, stages backwards | {PRUNE} --stages 8,4 | --stages: expected ascending bl
 prune, stage too deep | {PRUNE} --stages 11 | --stages: expected blocks from 0 to 10
 prune, unknown score | {PRUNE} --scores wisdom | --scores: expected some of
 prune, former score | {PRUNE} --scores evit | --scores: the single-stage score 'evit' is now called 'class-attention'
-prune, head missing | {PRUNE} --scores importance | --scores: 'importance' needs --head
+prune, head missing | {PRUNE} --scores importance | --scores: no importance head that comes with the package fits
 prune, unknown preset | {PRUNE} --preset worst | --preset: expected one of best
 prune, head nowhere | {PRUNE} --head no/head | --head: 'no/head' is neither a folder
 prune, head of another width | {PRUNE} --head {head} | --head:

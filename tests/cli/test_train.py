@@ -1,4 +1,5 @@
-"""`pullback train head`, `spn`, `drm` and `bottleneck`: what they write and say, how they go on, and how they fail."""
+"""`pullback train head`, `heads`, `spn`, `drm` and `bottleneck`: what they write and say, how they go on, and how they
+fail."""
 
 import os
 import shutil
@@ -391,3 +392,23 @@ def test_two_processes_give_the_head_of_one(place, tmp_path):
     )
     torch.testing.assert_close(two, one, rtol=1e-3, atol=0)
     assert (one / none - 1).abs().max() > 0.1
+
+
+def test_heads_of_all_layers_by_one_command(place, tmp_path):
+    out = tmp_path / "heads"
+    options = ("--images", place / "photos", "--images", place / "others", "--out", out, "--size", 28)
+    options += ("--device", "cpu")
+    sizes = ("--layers", "0,1", "--width", 16, "--steps", 2, "--batch", 2, "--block", 4, "--steps-per-block", 1)
+    first = run("heads", place / "model", *options, *sizes, "--judges", 2)
+    assert first.exit_code == 0, first.output
+    assert "L00" in first.output and "%" in first.output and f"--heads 0={out}/L00,1={out}/L01" in first.output
+    assert [ImportanceHead.from_pretrained(out / f"L{layer:02d}").layer for layer in (0, 1)] == [0, 1]
+    before = (out / "L01" / "model.safetensors").read_bytes()
+    again = run("heads", place / "model", *options, *sizes, "--judges", 2)
+    assert again.exit_code == 0 and (out / "L01" / "model.safetensors").read_bytes() == before
+    other = run("heads", place / "model", *options, *sizes, "--judges", 2, "--seed", 1)
+    assert other.exit_code == BAD_INPUT and "--out:" in other.output and "seed" in other.output
+    wrong = run("heads", place / "model", *options, "--layers", "a")
+    assert wrong.exit_code == BAD_INPUT and "--layers: expected block indices such as 3,6,9, got 'a'" in wrong.output
+    none = run("heads", place / "model", *options, *sizes, "--held-out", "1.5")
+    assert none.exit_code == BAD_INPUT and "--held-out:" in none.output

@@ -140,3 +140,8 @@ def test_defaults_are_layers_1_to_the_last_but_one_and_small_on_a_cpu(probe):
     assert stream_config(probe, (1,)).block == 256 and stream_config(probe, (1,), block=8).block == 8
     assert heads_config(torch.device("cpu")).steps < heads_config(torch.device("cuda")).steps == 960
     assert HeadSize("L03", 3) == ("L03", 3, 256, 1)
+
+
+def test_an_output_of_few_numbers_has_importance_of_its_own_rank(pictures):
+    few = pb.load_probe("tiny-scenes", lambda tokens: tokens[:, 0, :4], device="cpu")
+    assert run(few, pictures, layers=(10,))[10].config.origin.rank == 4

@@ -124,11 +124,10 @@ def fitting(kind: str, backbone: AnyBackbone) -> list[tuple[Path, dict[str, Any]
 def _of_kind(kind: str) -> list[tuple[Path, dict[str, Any]]]:
     """Return folders and configurations of what ships of this kind. Embedded models have no kind."""
     found = []
-    for path in sorted([*models.WEIGHTS.glob("*/config.json"), *models.WEIGHTS.glob("*/*/config.json")]):
-        config = json.loads(path.read_text(encoding="utf-8"))
+    for folder, config in models.configurations().items():
         config = {**config.get("origin", {}), **config}
         if config.get("kind") == kind and config.get("fingerprint"):
-            found.append((path.parent, config))
+            found.append((folder, config))
     return found
 
 

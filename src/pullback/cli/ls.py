@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from pullback import registry
+from collections.abc import Iterator
+
+from pullback import models, registry
 from pullback.cli.common import reported, say
-from pullback.report.console import console, decoders_table, models_table, scores_table
+from pullback.report.console import console, decoders_table, models_table, scores_table, shipped_table
 from pullback.report.progress import ProgressDisplay
+from pullback.runs.documents import layer_name
 
 
 def ls() -> None:
@@ -16,9 +19,24 @@ def ls() -> None:
     screen.print(models_table(registry.BACKBONES.values()))
     screen.print(decoders_table(registry.DECODERS))
     screen.print(scores_table(registry.SCORES.values()))
+    screen.print(shipped_table(_shipped()))
     say(
         "`tiny-scenes` and `tiny-views` (a vggt) come with the package. A folder with config.json and safetensors of "
         "one of these types works like its hub id. Samples of vggt are scenes of several views, which only "
         "`pullback diagnose` and Python take.",
         "dim",
     )
+
+
+def _shipped() -> Iterator[tuple[str, str, str]]:
+    """Yield (name, what it is, layers by decoder) of all that comes with the package; heads of one model together."""
+    heads: dict[str, dict[str, list[str]]] = {}
+    for folder, config in models.configurations().items():
+        if folder.parent == models.WEIGHTS:
+            yield folder.name, str(config.get("kind", "a model")), ""
+            continue
+        origin = config["origin"]
+        layers = heads.setdefault(folder.parent.name, {}).setdefault(origin["decoder"], [])
+        layers.append(layer_name(origin["layer"]))
+    for name, decoders in heads.items():
+        yield name, "importance-head", "; ".join(f"{own} {', '.join(layers)}" for own, layers in decoders.items())

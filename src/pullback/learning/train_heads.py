@@ -102,7 +102,7 @@ def train_heads(
     width: int = 256,
     rounds: int = 1,
     judges: int | None = None,
-    size: int | None = None,
+    size: int | tuple[int, int] | None = None,
     limit: int | None = None,
     stream: StreamConfig | None = None,
     config: FitConfig | None = None,
@@ -252,9 +252,8 @@ def held_out_targets(
     progress = progress or Progress()
     images = images.to(probe.device)
     taken = [replace(probe, at=layer) for layer in layers]
-    if method is None:
-        with torch.no_grad():
-            method = "exact" if taken[0](taken[0].features(images[:1])).numel() <= _FEW_OUTPUTS else "auto"
+    outputs = _outputs(taken[0], images[:1])
+    method = method or ("exact" if outputs <= _FEW_OUTPUTS else "auto")
     precision = "tf32" if probe.device.type == "cuda" else "float32"
     kept = None if folder is None else make_folder(folder / JUDGES)
     if kept is not None:
@@ -262,11 +261,11 @@ def held_out_targets(
         known |= {"size": list(images.shape[2:]), "images": len(images)}
         keep_settings(kept / SETTINGS, known, holds="importance of held-out pictures")
     progress.work("importance of held-out pictures", len(layers) * len(images), "maps")
-    return [_judge(own, images, method, precision, kept, progress) for own in taken]
+    return [_judge(own, images, min(_RANK, outputs), method, precision, kept, progress) for own in taken]
 
 
 def _judge(
-    probe: ProbeMap, images: Tensor, method: str, precision: str, kept: Path | None, progress: Progress
+    probe: ProbeMap, images: Tensor, rank: int, method: str, precision: str, kept: Path | None, progress: Progress
 ) -> Judge:
     """Compute the targets of one layer; ``kept`` holds those of an earlier run."""
     path = None if kept is None else kept / f"{layer_name(probe.layer)}.npz"
@@ -286,9 +285,7 @@ def _judge(
         if int(rows[-1]) < done:
             continue
         new = rows[rows >= done]
-        targets = targets_of(
-            probe, part[len(rows) - len(new) :], _RANK, method, seeds=new.tolist(), precision=precision
-        )
+        targets = targets_of(probe, part[len(rows) - len(new) :], rank, method, seeds=new.tolist(), precision=precision)
         importance.append(targets.importance.float().cpu().numpy())
         norms.append(targets.block_energy.value.clamp_min(0).sqrt().float().cpu().numpy())
         progress.advance(len(new))
@@ -315,7 +312,9 @@ def described(
 
     ``half`` as in `train_heads`."""
     layers = layers_of(heads)
-    origin = origin_of(replace(probe, at=layers[0]), _RANK, (size, size))
+    own = replace(probe, at=layers[0])
+    rank = min(_RANK, _outputs(own, torch.zeros(1, 3, size, size, device=probe.device)))
+    origin = origin_of(own, rank, (size, size))
     whole = _block_operations(probe, size)
     found = {}
     for size_of in heads:
@@ -360,7 +359,9 @@ def heads_layers(probe: ProbeMap) -> tuple[int, ...]:
     return tuple(range(1, min(probe.backbone.depth - 2, max(probe.decoder.layers)) + 1))
 
 
-def stream_config(probe: ProbeMap, layers: Sequence[int], size: int | None = None, **changes: Any) -> StreamConfig:
+def stream_config(
+    probe: ProbeMap, layers: Sequence[int], size: int | tuple[int, int] | None = None, **changes: Any
+) -> StreamConfig:
     """Return the stream for the device of a probe, with these ``changes``: blocks of 8,192 pictures on a GPU, or half
     as many where they would fill its memory; blocks of 256 on a CPU."""
     if _place(probe.device) == "cpu":
@@ -481,6 +482,12 @@ def _settings(
     of_stream = {f"stream.{name}": value for name, value in asdict(stream).items()}
     of_stream["stream.variation"] = hash_of(of_stream["stream.variation"])
     return {**settings, **of_stream, "size": size, "layers": list(layers_of(heads))}
+
+
+@torch.no_grad()
+def _outputs(probe: ProbeMap, image: Tensor) -> int:
+    """Return how many numbers the output for an image [1, 3, H, W] has."""
+    return probe(probe.features(image, normalized=True)).numel()
 
 
 @torch.no_grad()

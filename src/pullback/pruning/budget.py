@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pullback.backbones import Backbone, load_backbone
+from pullback.backbones import AnyBackbone, load_backbone
 from pullback.checks import callable_or_none
 from pullback.errors import PullbackError, ShapeError, naming
 from pullback.evaluation.cost import flops as count_flops
@@ -319,7 +319,7 @@ def check_budget(**budgets: Any) -> tuple[str, float]:
     return name, float(limit)
 
 
-def shipped_choices(backbone: Backbone) -> dict[int, Choice]:
+def shipped_choices(backbone: AnyBackbone) -> dict[int, Choice]:
     """Return the name "importance" for every layer for which a head ships; none is an error."""
     decoder = own_decoder(backbone)
     layers = shipped_heads(backbone, decoder)

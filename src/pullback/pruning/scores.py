@@ -347,6 +347,7 @@ def check_weights(backbone: AnyBackbone, networks: Iterable[tuple[str, nn.Module
     for argument, network in {id(network): (argument, network) for argument, network in networks}.values():
         origin: Any = getattr(getattr(network, "config", None), "origin", None)
         known = getattr(origin, "blocks", {})
+        same: bool | None
         if not known and getattr(origin, "fingerprint", {}):
             same, why = has_fingerprint(origin.fingerprint, backbone), ""
         elif known:

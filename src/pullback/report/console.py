@@ -226,6 +226,11 @@ def scores_table(entries: Iterable[ScoreEntry]) -> Table:
     return _listing(("score", "needs", "what it is"), [(e.name, e.needs or UNKNOWN, e.help) for e in entries])
 
 
+def shipped_table(rows: Iterable[tuple[str, str, str]]) -> Table:
+    """Build the table of what comes with the package for `pullback ls`: (name, kind, decoders and layers) each."""
+    return _listing(("comes with the package", "what it is", "decoders and layers"), rows)
+
+
 def _listing(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
     for number, head in enumerate(heads):
