@@ -9,7 +9,7 @@ import typer
 
 from pullback.cli import options
 from pullback.cli.common import parse_size, running, say, say_written
-from pullback.errors import FileError, PullbackError, counted, naming
+from pullback.errors import FileError, counted, naming
 from pullback.report.drawing import Drawing
 from pullback.runs.documents import CHECKPOINT, MEASURES, METRICS, PRUNED
 
@@ -48,9 +48,7 @@ def tune(
         from pullback.pruning import PrunedModel
         from pullback.pruning.tune import tune as tuned_by
 
-        side, judges = parse_size(size), _held_out(held_out)
-        if isinstance(side, tuple):
-            raise PullbackError(f"size: expected one side, since images are varied by square crops, got {size}.")
+        pixels, judges = parse_size(size), _held_out(held_out)
         progress.stage(f"loading {pruned}")
         with naming("pruned", "folder"):
             model = PrunedModel.from_pretrained(pruned, device=resolve_device(device))
@@ -64,7 +62,7 @@ def tune(
                 learning_rate=learning_rate,
                 positions=positions,
                 match_hooks=match_hooks,
-                size=side,
+                size=pixels,
                 limit=limit,
                 validate_every=validate_every,
                 patience=patience,

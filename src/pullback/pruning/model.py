@@ -513,8 +513,11 @@ def _read_model(address: str, folder: Path) -> nn.Module:
         )
     if address.startswith("pullback."):
         return _read_own(place)
+    kind = _class(address)
+    if address.startswith("transformers."):
+        importlib.import_module("transformers.utils.logging").disable_progress_bar()
     try:
-        return _class(address).from_pretrained(place).eval()
+        return kind.from_pretrained(place).eval()
     except PullbackError:
         raise
     except Exception as error:  # transformers raises OSError, ValueError, KeyError and others of safetensors here

@@ -65,7 +65,7 @@ def tune(
     learning_rate: float = 2e-3,
     positions: bool = False,
     match_hooks: float = 0.0,
-    size: int | None = None,
+    size: int | tuple[int, int] | None = None,
     limit: int | None = None,
     variation: Variation = CROPS,
     validate_every: int = 100,
@@ -96,6 +96,10 @@ def tune(
     progress = progress or Progress()
     wanted = original.pixel_format(size)
     original.check_size(size)
+    if wanted.size[0] != wanted.size[1]:
+        raise PullbackError(
+            f"size: expected a square, since images are varied by square crops, got {wanted.size[0]}x{wanted.size[1]}."
+        )
     task = _Outputs(pruned, original, match_hooks)
     network = _new_network(pruned, original, positions, task)
     progress.stage("reading the images")
@@ -114,9 +118,11 @@ def tune(
     check_going_on(network, config, folder, settings)
     pictures = pictures_to_vary(train, wanted, progress).to(original.device)
     job = TuneTask(task, pictures, _HeldOut.of(task, judges, wanted, progress), variation, config.precision == "bf16")
-    before = job.validate(network.forward)
+    before = job.measured(network.forward)
     if math.isnan(before["degradation"]):
-        raise PullbackError("pruned: its output for held-out images is NaN before any step. Look for NaN in its weights.")
+        raise PullbackError(
+            "pruned: its output for held-out images is NaN before any step. Look for NaN in its weights."
+        )
     start = {name: value.detach().clone() for name, value in network.state_dict().items()}
     fitted = fit(
         network, job, config, out=folder, settings=settings, progress=progress, seconds=seconds, on_step=on_step
@@ -202,8 +208,10 @@ def _images(
     batch: int,
 ) -> tuple[list[ImageRow], list[ImageRow], int]:
     """Return the images to train on, those that judge, and how many of these are also among the former."""
+    with naming("images"):
+        source = open_source(images)
     with naming("images", "source"):
-        rows = readable_rows(images, wanted, limit)
+        rows = readable_rows(source, wanted, limit)
     shared = 0
     if isinstance(held_out, (int, float)):
         train, judges = split_rows(rows, held_out)
@@ -434,15 +442,18 @@ class TuneTask:
             full = self.outputs.full(images)
         loss = _loss(network(images), full, self.outputs.match_hooks)
         if not loss.isfinite():
-            raise PullbackError(
-                f"learning_rate: the loss is NaN or infinite after {counted(step, 'step')}. Lower the learning rate and "
-                "tune in another folder; the last checkpoint is still good. If it happens at the first step, look for "
-                "NaN in the model's output."
-            )
+            raise _overflow("loss", f"after {counted(step, 'step')}")
         return loss, {}
 
-    @torch.no_grad()
     def validate(self, network: Network) -> Mapping[str, float]:
+        scores = self.measured(network)
+        if not math.isfinite(scores["degradation"]):
+            raise _overflow("error", "on held-out images")
+        return scores
+
+    @torch.no_grad()
+    def measured(self, network: Network) -> dict[str, float]:
+        """Return the mean error on held-out images, times 100, whatever it is."""
         errors = []
         with torch.autocast(self.pictures.device.type, enabled=False):
             for images, full in zip(self.held_out.images, self.held_out.full, strict=True):
@@ -452,6 +463,13 @@ class TuneTask:
             raise PullbackError("held_out: no image has an error that can be measured: no depth is positive.")
         mean, error = mean_and_error(known)
         return {"score": -mean, "degradation": mean, "degradation_se": error}
+
+
+def _overflow(what: str, when: str) -> PullbackError:
+    return PullbackError(
+        f"learning_rate: the {what} is NaN or infinite {when}. Lower the learning rate, and tune in another folder; the "
+        "last checkpoint in this one is still good."
+    )
 
 
 def _loss(changed: _Read, full: _Read, match_hooks: float) -> Tensor:
