@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import torch
-from torch import nn
 
 from pullback import models
 from pullback.backbones.loading import fetched_file

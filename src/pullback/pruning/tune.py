@@ -1,16 +1,16 @@
 """Tuning without labels: the vectors of a pruned model learn to give the output of the unpruned one back.
 
-Matrices stay frozen. The biases, norms and layer scales of the blocks, a few numbers in ten thousand of the model's, are
-trained on unlabelled images, cropped and flipped anew in every step, so that the pruned model's own output comes close
-to that of the original:
+Matrices stay frozen. The biases, norms and layer scales of the blocks, few numbers beside the model's, are trained on
+unlabelled images, cropped and flipped anew in every step, so that the pruned model's own output comes close to that of
+the original:
 
     embedding   1 - cos
     depth       SILog
     other maps  |a - b| / |b|, as `pullback.evaluation` has all three
 
 Which tokens a stage removes follows from its score, which is not trained, and no gradient passes through that choice.
-The training loop is `learning.fit`; the weights that are kept are the best on held-out images, and those of the model as
-it was where no step was better.
+The training loop is `learning.fit`; the vectors that are kept are the best on held-out images, and those of the model
+as it was where no step was better.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from pullback.backbones import Backbone, Remaining, load_backbone
 from pullback.backbones.loading import check_evaluation_mode, published_preprocessing
-from pullback.backbones.outputs import own_output
+from pullback.backbones.outputs import assembler, own_output
 from pullback.checks import finite_number, of_kind, whole_number
 from pullback.data.crops import CROPS, Variation
 from pullback.data.images import ImageSource, PixelFormat
@@ -74,7 +74,6 @@ def tune(
     seed: int = 0,
     out: str | Path | None = None,
     progress: Progress | None = None,
-    seconds: float = math.inf,
     on_step: Callable[[int, Mapping[str, float]], None] | None = None,
 ) -> PrunedModel:
     """Return a tuned copy of a pruned model; the argument and the original stay as they are.
@@ -83,7 +82,7 @@ def tune(
     source of its own, that decides which vectors are kept. ``positions``: tune position embeddings, too.
     ``match_hooks``: weight of the layers that a dense decoder reads, beside its output. ``size``: side of the crops, by
     default the model's. ``precision``: float32 or bf16, which is the default on a GPU. ``out``: folder of metrics.jsonl
-    and of the checkpoint that a second call goes on from. ``seconds``: stop after about so long.
+    and of the checkpoint that a second call goes on from.
 
     It runs where the model is: `pruned.to("cuda")` before. What it did is in ``tuned.record`` of the copy: the error on
     held-out images (times 100, as `pullback.evaluation` has it) before and after, with standard errors.
@@ -124,9 +123,7 @@ def tune(
             "pruned: its output for held-out images is NaN before any step. Look for NaN in its weights."
         )
     start = {name: value.detach().clone() for name, value in network.state_dict().items()}
-    fitted = fit(
-        network, job, config, out=folder, settings=settings, progress=progress, seconds=seconds, on_step=on_step
-    )
+    fitted = fit(network, job, config, out=folder, settings=settings, progress=progress, on_step=on_step)
     after, best_step = fitted.scores, fitted.step
     if not after["score"] > before["score"]:
         logger.warning(
@@ -306,7 +303,9 @@ class _Outputs:
         states = backbone.features(images, (*hooks, backbone.depth - 1))
         taps = tuple(states[layer] for layer in hooks)
         left = Remaining(states[backbone.depth - 1], backbone.token_layout(images), None, taps)
-        return self._read(self.pruned._assemble(backbone, left), self._normed(backbone, taps))
+        assemble = assembler(backbone)
+        assert assemble is not None  # a pruned model that has an output has one
+        return self._read(assemble(backbone, left), self._normed(backbone, taps))
 
     def changed(self, student: PrunedModel, images: Tensor) -> _Read:
         """Read a pruned model with other vectors."""
@@ -467,8 +466,8 @@ class TuneTask:
 
 def _overflow(what: str, when: str) -> PullbackError:
     return PullbackError(
-        f"learning_rate: the {what} is NaN or infinite {when}. Lower the learning rate, and tune in another folder; the "
-        "last checkpoint in this one is still good."
+        f"learning_rate: the {what} is NaN or infinite {when}. Lower the learning rate, and tune in another folder; "
+        "the last checkpoint in this one is still good."
     )
 
 

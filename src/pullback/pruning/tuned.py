@@ -129,7 +129,7 @@ def read_vectors(path: Path, original: Backbone) -> TunedVectors:
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-            values = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118: it is no dictionary
+            values = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no dictionary
         blocks, record = json.loads(metadata["blocks"]), json.loads(metadata["record"])
     except (SafetensorError, KeyError, ValueError) as error:
         raise DamagedModelError(f"folder: {path} cannot be read ({error}). Save the tuned model again.") from None
