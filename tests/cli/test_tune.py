@@ -33,7 +33,7 @@ def test_a_tuned_model_with_its_curve(place, tmp_path):
     assert result.exit_code == 0, result.output
     assert "additional SILog × 100: " in result.output and " after, on 2 held-out images" in result.output
     loaded, images = pb.PrunedModel.from_pretrained(tmp_path), torch.randn(1, 3, 56, 56)
-    record = loaded.tuned.record
+    record = loaded.tuning
     assert f"{record['before']:.3g} ± " in result.output and record["steps"] == 4 and record["images"] == 6
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [2, 4] and {"loss", "degradation", "degradation_se"} <= rows[0].keys()
@@ -73,5 +73,5 @@ def test_a_tuned_model_may_be_tuned_on(place, tmp_path):
     typed = ["tune", tmp_path / "first", "--images", place / "photos", "--out", tmp_path / "second", *OPTIONS]
     result = CliRunner().invoke(app, [str(part) for part in typed])
     assert result.exit_code == 0, result.output
-    records = [pb.PrunedModel.from_pretrained(tmp_path / name).tuned.record for name in ("first", "second")]
+    records = [pb.PrunedModel.from_pretrained(tmp_path / name).tuning for name in ("first", "second")]
     assert records[1]["before"] == pytest.approx(records[0]["after"], rel=1e-4)

@@ -70,7 +70,7 @@ def test_outputs_come_nearer_and_the_original_is_as_it_was(name, photos, same_ph
     fast = small(name)
     whole = Variation(area=(0.99, 1.0))  # what it learns is what it is asked
     better = tuned(fast, photos, name, held_out=same_photos, batch=12, steps=12, variation=whole)
-    record = better.tuned.record
+    record = better.tuning
     assert record["after"] < 0.98 * record["before"] and record["best_step"] > 0
     assert record["held_out_images_trained_on"] == 12
     assert weights_hash(model) == before and pb.restore(better) is model
@@ -125,7 +125,7 @@ def test_saved_and_loaded_it_gives_the_same(name, photos, tmp_path):
     for ours, theirs in zip(call(given, given.backbone, images), call(better, better.backbone, images), strict=True):
         assert torch.equal(ours, theirs)
     alone = pb.PrunedModel.from_pretrained(folder)
-    assert alone.tuned.record == better.tuned.record and alone.vectors.keys() == better.vectors.keys()
+    assert alone.tuning == better.tuning and alone.vectors.keys() == better.vectors.keys()
     for key, value in better.vectors.items():
         assert torch.equal(alone.vectors[key].double(), value.to(alone.vectors[key].dtype).double())
     numbers = sum(value.numel() for value in better.vectors.values())
@@ -192,7 +192,7 @@ def test_a_plan_that_removes_nothing_calls_the_model_with_the_tuned_vectors(phot
 def test_a_plan_that_removes_nothing_has_nothing_to_learn(photos, caplog):
     with caplog.at_level(logging.WARNING):
         same = tuned(small("tiny-scenes", ratio=0.0), photos, "tiny-scenes")
-    assert "no step of 4 was better on held-out images" in caplog.text and same.tuned.record["best_step"] == 0
+    assert "no step of 4 was better on held-out images" in caplog.text and same.tuning["best_step"] == 0
     own = dict(model_of("tiny-scenes").named_parameters())
     assert all(torch.equal(value, own[key]) for key, value in same.vectors.items())
 
@@ -208,18 +208,18 @@ def test_a_plan_that_removes_nothing_has_nothing_to_learn(photos, caplog):
     ],
 )
 def test_each_output_has_its_measure(name, options, measure, photos):
-    record = tuned(small(name), photos, name, **options).tuned.record
+    record = tuned(small(name), photos, name, **options).tuning
     assert record["measure"] == measure and record["before_se"] > 0 and record["held_out_images"] == 3
 
 
 def test_with_all_tokens_back_all_tokens_are_matched(photos):
-    record = tuned(small(dense=True), photos).tuned.record
+    record = tuned(small(dense=True), photos).tuning
     assert record["measure"] == "relative_l2" and record["before"] > 0
 
 
 def test_the_error_before_is_that_of_the_pruned_model(photos):
     fast = small()
-    record = tuned(fast, photos).tuned.record
+    record = tuned(fast, photos).tuning
     wanted = pb.load_probe(model_of("dinov2"), "cls", 1).pixel_format(42)
     from pullback.data.crops import read_crop
     from pullback.learning.train_head import readable_rows
@@ -243,7 +243,7 @@ def test_heads_and_their_scores_stay_frozen(photos):
 def test_a_tuned_model_goes_on_from_its_vectors(photos):
     first = tuned(small(), photos, steps=12, batch=8)
     second = tuned(first, photos, steps=2)
-    assert second.tuned.record["before"] == pytest.approx(first.tuned.record["after"])
+    assert second.tuning["before"] == pytest.approx(first.tuning["after"])
 
 
 def test_a_run_that_was_stopped_ends_as_one_that_was_not(photos, tmp_path):
@@ -257,7 +257,7 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(photos, tmp_path):
         tuned(small(), photos, out=tmp_path / "parts", on_step=stop, **options)
     parts = tuned(small(), photos, out=tmp_path / "parts", **options)
     assert all(torch.equal(value, parts.vectors[key]) for key, value in whole.vectors.items())
-    assert parts.tuned.record == whole.tuned.record
+    assert parts.tuning == whole.tuning
     rows = [json.loads(line) for line in (tmp_path / "parts" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [2, 4, 6] and rows[0]["degradation_se"] > 0
 

@@ -169,6 +169,12 @@ class PrunedModel(Pruned):
         """What `tune` has changed, by the name of the parameter in the model; None for a model that is not tuned."""
         return None if self.tuned is None else dict(self.tuned.by_name())
 
+    @property
+    def tuning(self) -> dict[str, Any] | None:
+        """How the vectors were tuned, and the error on held-out images before and after; None for a model that is not
+        tuned."""
+        return None if self.tuned is None else dict(self.tuned.record)
+
     def with_vectors(self, tuned: TunedVectors | None, *, frozen: bool = False) -> PrunedModel:
         """Return the same pruned model with other vectors; everything else is shared. ``frozen``: no gradient reaches
         a parameter of the original."""

@@ -84,7 +84,7 @@ def tune(
     default the model's. ``precision``: float32 or bf16, which is the default on a GPU. ``out``: folder of metrics.jsonl
     and of the checkpoint that a second call goes on from.
 
-    It runs where the model is: `pruned.to("cuda")` before. What it did is in ``tuned.record`` of the copy: the error on
+    It runs where the model is: `pruned.to("cuda")` before. What it did is in ``tuning`` of the copy: the error on
     held-out images (times 100, as `pullback.evaluation` has it) before and after, with standard errors.
     """
     original = _checked(pruned)
