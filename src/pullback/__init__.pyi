@@ -64,6 +64,7 @@ from pullback.pruning import prune as prune
 from pullback.pruning import restore as restore
 from pullback.pruning.budget import plan_pruning as plan_pruning
 from pullback.pruning.export import export_onnx as export_onnx
+from pullback.pruning.tune import tune as tune
 from pullback.randnla import Estimate as Estimate
 from pullback.registry import BackboneEntry as BackboneEntry
 from pullback.registry import DecoderEntry as DecoderEntry

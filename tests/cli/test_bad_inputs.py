@@ -47,6 +47,9 @@ DRM = (
 PRUNE = "prune tiny-scenes --images {photos} --out {new} --size 56 --device cpu --time none --scores norm --stages 4"
 UNBOUND = "plan tiny-scenes --images {photos} --heads 4=norm --size 56 --device cpu"
 PLAN = f"{UNBOUND} --flops 0.9"
+TUNE = "tune {pruned} --images {photos} --out {new} --held-out 0.5 --size 56 --device cpu --steps 2 --batch 2"
+
+COMMANDS = ("DIAGNOSE", "LOOK", "TARGETS", "HEAD", "SPN", "DRM", "BOTTLENECK", "PRUNE", "PLAN", "UNBOUND", "TUNE")
 
 # id, what is typed, words of the message; the exit code is 2, or 1 where the id says so in brackets
 ROWS = """
@@ -254,6 +257,25 @@ plan, images nowhere | {PLAN} --images nowhere | --images='nowhere': no such fil
 plan, out among the images | {PLAN} --out {photos}/x | --out: .* lies in .* searched for images
 plan, out of targets | {PLAN} --out {store} | --out: .* holds targets
 plan, out is a file | {PLAN} --out {text} | --out: cannot make the folder
+tune without out | tune {pruned} --images {photos} | Missing option '--out'
+tune, nothing pruned | {TUNE:{tiny}} | pruned: .*tiny holds no pruned model that can be read
+tune, nowhere | {TUNE:nowhere} | pruned: nowhere holds no pruned model that can be read
+tune, images nowhere | {TUNE} --images nowhere | --images='nowhere': no such file or folder
+tune, images without one | {TUNE} --images {empty} | --images=.*no image found
+tune, images that cannot be read | {TUNE} --images {broken_image} | --images: expected at least one readable image
+tune, too few images | {TUNE} --batch 64 | --images: expected at least the 64 images of a batch to train on, got 3
+tune, held out nowhere | {TUNE} --held-out nowhere | --held-out='nowhere': no such file or folder
+tune, held out all of it | {TUNE} --held-out 1.5 | --held-out: expected a share between 0 and 1
+tune, held out the same | {TUNE} --held-out {photos} | --held-out: expected images that the network is not trained on
+tune, no steps | {TUNE} --steps 0 | Invalid value for '--steps'
+tune, size between patches | {TUNE} --size 57 | --size: 57x57 pixels are not divisible by the patch size 14
+tune, oblong crops | {TUNE} --size 56x84 | --size: expected a square, since images are varied by square crops
+tune, a rate that overflows | {TUNE} --learning-rate 1e300 | --learning-rate: the .* NaN or infinite
+tune, hooks of no decoder | {TUNE} --match-hooks 1 | --match-hooks: Dinov2Model has no dense decoder
+tune, out of a pruned model | {TUNE} --out {pruned} | --out: .*holds a pruned model
+tune, out of a training | {TUNE} --out {trained} | --out: .*holds a training run with other settings
+tune, out among the images | {TUNE} --out {photos}/x | --out: .* lies in .* searched for images
+tune, unknown device | {TUNE} --device abacus | --device: 'abacus' cannot be used here
 plan, a budget that nothing meets | {PLAN} --flops 0.01 | budget: no plan was found
 """
 
@@ -261,11 +283,11 @@ plan, a budget that nothing meets | {PLAN} --flops 0.01 | budget: no plan was fo
 def table() -> Iterator[tuple[str, str, int, str]]:
     for line in ROWS.strip().splitlines():
         name, typed, message = (part.strip() for part in line.split(" | ", 2))
-        for command in ("DIAGNOSE", "LOOK", "TARGETS", "HEAD", "SPN", "DRM", "BOTTLENECK", "PRUNE", "PLAN", "UNBOUND"):
+        for command in COMMANDS:
             text = globals()[command]
             typed = re.sub(  # {TARGETS:x} has x in the place of the model
                 rf"^\{{{command}(?::(.*))?\}}(?=$| )",
-                lambda m, text=text: text.replace("tiny-scenes", m[1] or "tiny-scenes"),
+                lambda m, text=text: text if m[1] is None else re.sub(r"tiny-scenes|\{pruned\}", m[1], text, count=1),
                 typed,
             )
         yield name, typed, FAILED if name.endswith("[1]") else BAD_INPUT, message

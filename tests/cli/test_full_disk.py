@@ -36,6 +36,10 @@ COMMANDS = {
         f"plan tiny-scenes --images {{photos}} --out {{out}} {SMALL} --heads 4=norm --flops 0.9",
         "model/model.safetensors",
     ),
+    "tune": (
+        f"tune {{fast}} --images {{photos}} --out {{out}} {SMALL} --held-out 0.5 --steps 2 --batch 2",
+        "checkpoint.pt",
+    ),
     "diagnose": (f"diagnose tiny-scenes --images {{photos}} --out {{out}} {SMALL} --rank 2", "images.jsonl"),
 }
 
@@ -45,7 +49,9 @@ def place(tmp_path_factory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("place")
     photos = write_pictures(root / "photos", 4, broken=False)
     compute_targets(pb.load_probe("tiny-scenes", device="cpu"), photos, out=root / "store", rank=2, size=56)
-    return {"photos": photos, "store": root / "store"}
+    model = pb.load_probe("tiny-scenes", device="cpu").backbone.model
+    fast = pb.prune(model, "norm", ratio=0.5, stages=[4]).save_pretrained(root / "fast")
+    return {"photos": photos, "store": root / "store", "fast": fast}
 
 
 @pytest.fixture(autouse=True)

@@ -17,6 +17,7 @@ from pullback.cli.prune import prune
 from pullback.cli.search import search
 from pullback.cli.targets import targets
 from pullback.cli.train import train
+from pullback.cli.tune import tune
 
 app = typer.Typer(
     name="pullback",
@@ -26,7 +27,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (diagnose, demo, look, ls, plan, prune, search, targets):
+for command in (diagnose, demo, look, ls, plan, prune, search, targets, tune):
     app.command()(command)
 app.add_typer(index)
 app.add_typer(train)

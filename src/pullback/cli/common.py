@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 """Exit codes: the machine's fault (a full disk, a damaged file, too little memory), the command's, and Ctrl-C."""
 _OF_THE_COMMAND = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
-_KINDS = dict.fromkeys(("head", "heads", "spn", "drm", "bottleneck"), "train")
+_KINDS = dict.fromkeys(("head", "heads", "spn", "drm", "bottleneck", "tune"), "train")
 _KINDS |= dict.fromkeys(("add", "info", "remove", "verify", "repair", "recall"), "index")
 _OTHER_NAMES = {
     "path": ("images",),

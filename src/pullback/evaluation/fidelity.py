@@ -54,8 +54,8 @@ def degradation(pruned: Any, full: Any, *, depth: bool = False) -> Degradation:
 
     Both are tensors [B, ...], ``depth`` maps or not, or outputs of a model with an embedding or a predicted depth.
     """
-    measure, reference = _readable(full, depth)
-    _, changed = _readable(pruned, depth)
+    measure, reference = readable(full, depth)
+    _, changed = readable(pruned, depth)
     if measure == "cosine":
         return Degradation(measure, cosine_degradation(changed, reference))
     if measure == "relative_l2":
@@ -66,10 +66,10 @@ def degradation(pruned: Any, full: Any, *, depth: bool = False) -> Degradation:
 
 def measure_of(output: Any, *, depth: bool = False) -> Measure:
     """Return how `degradation` measures such an output."""
-    return _readable(output, depth)[0]
+    return readable(output, depth)[0]
 
 
-def _readable(output: Any, depth: bool) -> tuple[Measure, Tensor]:
+def readable(output: Any, depth: bool = False) -> tuple[Measure, Tensor]:
     """Return the measure for an output, and the tensor that it is taken of."""
     if isinstance(output, Tensor):
         vectors = output.ndim == 2 and output.shape[1] > 1  # a single number, such as one logit, has no direction

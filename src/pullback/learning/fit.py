@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,6 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from pullback.checks import finite_number, whole_number
 from pullback.errors import FileError, PullbackError, first_line
-from pullback.learning.pretrained import Pretrained
 from pullback.randnla import Streams
 from pullback.runs.documents import CHECKPOINT, METRICS
 from pullback.runs.files import SAVE_EVERY, remove_unfinished, write_atomic
@@ -34,6 +33,15 @@ from pullback.runs.rows import Rows, finite
 from pullback.runs.settings import check_settings
 
 PRECISIONS = ("float32", "bf16")
+
+
+class Trainable(nn.Module):
+    """A network that `fit` trains; ``kind`` and ``config``, a dataclass, say which one a checkpoint is of."""
+
+    kind: ClassVar[str]
+    config: Any
+
+
 _Value = TypeVar("_Value")
 _Network = TypeVar("_Network", bound=nn.Module)
 _Config = TypeVar("_Config", bound="StepConfig")
@@ -130,7 +138,7 @@ class Fitted:
     steps: int  # taken in all
 
 
-def check_going_on(network: Pretrained, config: FitConfig, out: Path | None, settings: Mapping[str, Any]) -> bool:
+def check_going_on(network: Trainable, config: FitConfig, out: Path | None, settings: Mapping[str, Any]) -> bool:
     """Return whether `fit` would go on in the folder ``out``, or raise the error with which it would refuse to: before
     long preparations, not after them. Of ``network`` only its configuration matters."""
     if out is None:
@@ -143,7 +151,7 @@ def check_going_on(network: Pretrained, config: FitConfig, out: Path | None, set
 
 
 def fit(
-    network: Pretrained,
+    network: Trainable,
     task: Task,
     config: FitConfig,
     *,
@@ -249,12 +257,12 @@ def adamw(parameters: Iterable[nn.Parameter], config: StepConfig, *, fused: bool
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.99), fused=fused)
 
 
-class _Run(Training[Pretrained, FitConfig]):
+class _Run(Training[Trainable, FitConfig]):
     """A run of `fit` between two steps."""
 
     def __init__(
         self,
-        network: Pretrained,
+        network: Trainable,
         task: Task,
         config: FitConfig,
         out: Path | None,
@@ -390,7 +398,7 @@ def _stored(checkpoint: Path) -> Mapping[str, Any] | None:
         ) from None
 
 
-def _configuration(network: Pretrained, config: FitConfig, settings: Mapping[str, Any]) -> dict[str, Any]:
+def _configuration(network: Trainable, config: FitConfig, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a run and of its network, which must be the same when the run goes on."""
     of_network = {"kind": network.kind, **asdict(network.config)}
     named = {f"network.{key}": value for key, value in of_network.items() if key != "scores"}

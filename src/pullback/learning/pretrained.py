@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import torch
-from torch import nn
 
 from pullback import models
 from pullback.backbones.loading import fetched_file
 from pullback.checks import of_kind
 from pullback.errors import DamagedModelError, ModelError, PullbackError, first_line
+from pullback.learning.fit import Trainable
 from pullback.runs.documents import CHECKPOINT
 from pullback.runs.files import CONFIG, WEIGHTS, write_network, write_text
 
@@ -84,12 +84,11 @@ def without_cells(decoder: str | None) -> str | None:
     return None if decoder is None else re.sub(r"-\d+x\d+(?=@|$)", "", decoder)
 
 
-class Pretrained(nn.Module):
-    """A network that is rebuilt from ``config``, a frozen dataclass with `Origin` and scores, and its weights."""
+class Pretrained(Trainable):
+    """A network that is rebuilt from ``config``, a frozen dataclass with `Origin` and scores, and its weights. ``kind``
+    stands in config.json, so that a head is not loaded as something else."""
 
-    kind: ClassVar[str]  # stands in config.json, so that a head is not loaded as something else
     title: ClassVar[str]
-    config: Any
 
     @classmethod
     @abstractmethod

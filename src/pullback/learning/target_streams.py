@@ -162,7 +162,7 @@ def _varied_pictures(stream: FreshCrops | LayerStream, generator: torch.Generato
     """Draw the next ``batch`` pictures with replacement, varied and normalised for the backbone: [batch, 3, H, W]."""
     rows = torch.randint(len(stream.pictures), (stream.batch,), generator=generator)
     chosen = stream.pictures[rows.to(stream.pictures.device)]
-    return varied_pixels(stream.probe, chosen, stream.size, stream.variation, generator)
+    return varied_pixels(stream.probe.backbone, chosen, stream.size, stream.variation, generator)
 
 
 def block_norms_of_layers(

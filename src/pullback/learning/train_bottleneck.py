@@ -356,8 +356,8 @@ class VariedPictures:
     def __call__(self, step: int, share: Share, generator: torch.Generator) -> Tensor:
         rows = torch.randint(len(self.pictures), (share.batch,), generator=generator)
         chosen = self.pictures[rows.to(self.pictures.device)]
-        pixels = varied_pixels(self.probe, chosen, self.size, self.variation, generator)[share.rank :: share.world]
-        return self.probe.features(pixels, normalized=True)
+        pixels = varied_pixels(self.probe.backbone, chosen, self.size, self.variation, generator)
+        return self.probe.features(share.of(pixels), normalized=True)
 
 
 # The task

@@ -532,7 +532,7 @@ def varied_features(probe: ProbeMap, pictures: Tensor, size: int, copies: int, *
     generator = Streams.from_seed(seed, 1).generators[0]
     for _ in range(copies):
         for part in pictures.split(_BATCH // 2):
-            pixels = varied_pixels(probe, part, size, CROPS, generator)
+            pixels = varied_pixels(probe.backbone, part, size, CROPS, generator)
             yield probe.features(pixels, normalized=True)
 
 

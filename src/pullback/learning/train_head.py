@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pullback.backbones import AnyBackbone
 from pullback.backbones.weights import block_hashes
 from pullback.checks import finite_number, of_kind, whole_number
 from pullback.data.crops import Crop, Variation, read_crop, varied
@@ -488,12 +489,12 @@ def pictures_to_vary(rows: Sequence[ImageRow], wanted: PixelFormat, progress: Pr
 
 
 def varied_pixels(
-    probe: ProbeMap, pictures: Tensor, size: int, variation: Variation, generator: torch.Generator
+    backbone: AnyBackbone, pictures: Tensor, size: int, variation: Variation, generator: torch.Generator
 ) -> Tensor:
     """Vary pictures [b, 3, H, W] uint8 and normalise them for the backbone: [b, 3, size, size], where it is."""
-    changed = varied(pictures.to(probe.device).float() / 255, size, variation, generator)
-    wanted = probe.backbone.preprocessing
-    return normalised(changed, wanted.mean, wanted.std).to(probe.backbone.dtype)
+    changed = varied(pictures.to(backbone.device).float() / 255, size, variation, generator)
+    wanted = backbone.preprocessing
+    return normalised(changed, wanted.mean, wanted.std).to(backbone.dtype)
 
 
 def kept(reader: Reader, count: int, *, on_progress: Callable[[int], None] | None = None) -> Reader:

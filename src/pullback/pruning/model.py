@@ -6,11 +6,13 @@ gives the model back. A pruned model is saved as
     folder/pruned.json   plan, score of each stage, the networks whose metric d_task takes, class of the model
     folder/heads/0, ...  what the networks' own save_pretrained writes, each network once, whatever it is used for
     folder/model/        the model's own save_pretrained
+    folder/vectors.safetensors   of a tuned model: the vectors that `tune` has changed, see `tuned`
     preprocessor_config.json, here and in model/, for AutoImageProcessor, where an image processor is given or found
 """
 
 from __future__ import annotations
 
+import copy
 import importlib
 import logging
 import os
@@ -52,6 +54,7 @@ from pullback.pruning.scores import (
     networks_of,
     with_shipped,
 )
+from pullback.pruning.tuned import VECTORS, TunedVectors, read_vectors, shared_copy, write_vectors
 from pullback.registry import PRESETS
 from pullback.runs.documents import PRUNED as DOCUMENT
 from pullback.runs.files import make_folder, read_json, replaced_folder, write_bytes, write_json, write_network, writing
@@ -60,7 +63,7 @@ HEADS, MODEL = "heads", "model"
 PROCESSOR = ("preprocessor_config.json", "processor_config.json")  # the files that AutoImageProcessor looks for
 MODES = "modes"  # where older folders have the networks of d_task, by stage
 EXTRAS = ("output_hidden_states", "output_attentions")
-_TAKEN_APART = ("backbone", "_assemble", "_places")
+_TAKEN_APART = ("backbone", "_used", "_assemble", "_places")
 _SHORTENED = (
     "last_hidden_state, or whatever else holds the tokens of this pruned model, has fewer of them than the model's: "
     "pooled outputs and the class token are safe to read, patch tokens are not"
@@ -228,7 +231,7 @@ def _check_model(model: Any) -> None:
 
 
 def restore(pruned: nn.Module) -> nn.Module:
-    """Return the model that was pruned, exactly as it was."""
+    """Return the model that was pruned, exactly as it was; of a tuned one, the original without the tuned vectors."""
     if not isinstance(pruned, Pruned):
         raise ModelError(f"pruned: expected what pb.prune or pb.prune_views returned, got {type(pruned).__name__}.")
     original: nn.Module = pruned.model
@@ -248,6 +251,8 @@ class PrunedModel(Pruned):
         super().__init__()
         _check_model(model)
         self.model, self.plan = model, plan
+        self.tuned: TunedVectors | None
+        self.register_module("tuned", None)
         self._take_apart()
         _check_fits(plan, self.backbone)
         if isinstance(plan, BlockPlan):
@@ -258,6 +263,28 @@ class PrunedModel(Pruned):
             self.scores, self.modes = prepared(self.backbone, plan, scores, modes)
         self.heads = nn.ModuleList(dict.fromkeys(score for score in self.scores if isinstance(score, nn.Module)))
         self.eval()
+
+    @property
+    def vectors(self) -> dict[str, Tensor] | None:
+        """What `tune` has changed, by the name of the parameter in the model; None for a model that is not tuned."""
+        return None if self.tuned is None else dict(self.tuned.by_name())
+
+    @property
+    def tuning(self) -> dict[str, Any] | None:
+        """How the vectors were tuned, and the error on held-out images before and after; None for a model that is not
+        tuned."""
+        return None if self.tuned is None else dict(self.tuned.record)
+
+    def with_vectors(self, tuned: TunedVectors | None, *, frozen: bool = False) -> PrunedModel:
+        """Return the same pruned model with other vectors; everything else is shared. ``frozen``: no gradient reaches
+        a parameter of the original."""
+        other = copy.copy(self)
+        other._modules = dict(self._modules)  # a shallow copy of a module has the very dictionary
+        if frozen:
+            other.model = shared_copy(self.model, {}, frozen=True)
+        other.tuned = tuned
+        other._take_apart()
+        return other
 
     @property
     def config(self) -> Any:
@@ -300,7 +327,8 @@ class PrunedModel(Pruned):
         note = _SHORTENED if self.shortened else "its output has the shape of the model's"
         if self.plan.class_row:
             note = "its output is that of the class token"
-        return f"PrunedModel({type(self.model).__name__}, {self._told()}; {note})"
+        name = type(self.model).__name__ + ("" if self.tuned is None else ", tuned")
+        return f"PrunedModel({name}, {self._told()}; {note})"
 
     def _told(self) -> str:
         """Say what the plan does."""
@@ -321,7 +349,7 @@ class PrunedModel(Pruned):
         if not isinstance(pixel_values, Tensor):
             raise ShapeError(f"pixel_values: expected images [B, 3, H, W], got {type(pixel_values).__name__}.")
         if self.plan.idle:
-            return self.model(pixel_values, **options)
+            return self._used[0](pixel_values, **options)
         if self.backbone.family == "siglip2":
             mask, shapes = options.pop("pixel_attention_mask", None), options.pop("spatial_shapes", None)
             pixel_values = as_images(pixel_values, mask, shapes, self.backbone.patch_size)
@@ -388,6 +416,7 @@ class PrunedModel(Pruned):
             "scores": [{"name": choice} if isinstance(choice, str) else entries[choice] for choice in scores],
             "modes": {layer: entries[network] for layer, network in modes.items()},
             "class": _address(self.model),
+            "tuned": self.tuned is not None,
         }
         make_folder(folder)
         for network, entry in entries.items():
@@ -399,7 +428,11 @@ class PrunedModel(Pruned):
             if processor is not None:
                 with writing(place):
                     processor.save_pretrained(place)
+        if self.tuned is not None:
+            write_vectors(folder / VECTORS, self.tuned, load_backbone(self.model), self.plan)
         write_json(folder / DOCUMENT, document)
+        if self.tuned is None:
+            (folder / VECTORS).unlink(missing_ok=True)  # of a tuned model that was saved here before
         return folder
 
     @classmethod
@@ -428,6 +461,8 @@ class PrunedModel(Pruned):
         known = {layer: metric_score(networks[entry["head"]]) for layer, entry in modes.items()}
         pruned = cls(own, plan, choices, StageModes(known) if known else None)
         check_weights(pruned.backbone, networks_of(pruned.scores, pruned.modes))
+        if document.get("tuned"):
+            pruned = pruned.with_vectors(read_vectors(folder / VECTORS, pruned.backbone))
         return pruned.to(device)
 
     def _whole_patches(self, images: Tensor) -> Tensor:
@@ -478,11 +513,14 @@ class PrunedModel(Pruned):
     def _take_apart(self) -> None:
         """Refer to the parameters that the model has now; they, and the layers that hold them, are kept to notice
         others later."""
-        self.backbone = load_backbone(self.model)
+        used = self.model if self.tuned is None else shared_copy(self.model, self.tuned.by_name())
+        self._used = (used,)  # in a tuple, since a module that it holds would be saved with it
+        self.backbone = load_backbone(used)
         self._assemble = assembler(self.backbone)
+        own = [self.model] if self.tuned is None else [self.model, self.tuned]
         self._places = [
             (place, name, value)
-            for module in self.model.modules()
+            for module in (part for held in own for part in held.modules())
             for place in (module._parameters, module._modules)
             for name, value in place.items()
         ]
@@ -602,8 +640,11 @@ def _read_model(address: str, folder: Path) -> nn.Module:
         )
     if address.startswith("pullback."):
         return _read_own(place)
+    kind = _class(address)
+    if address.startswith("transformers."):
+        importlib.import_module("transformers.utils.logging").disable_progress_bar()
     try:
-        return _class(address).from_pretrained(place).eval()
+        return kind.from_pretrained(place).eval()
     except PullbackError:
         raise
     except Exception as error:  # transformers raises OSError, ValueError, KeyError and others of safetensors here
