@@ -57,6 +57,7 @@ from pullback.operators import ProductCount as ProductCount
 from pullback.probes import ProbeMap as ProbeMap
 from pullback.probes import load_probe as load_probe
 from pullback.probes import multi_layer_probe as multi_layer_probe
+from pullback.pruning import BlockPlan as BlockPlan
 from pullback.pruning import PrunedModel as PrunedModel
 from pullback.pruning import PrunePlan as PrunePlan
 from pullback.pruning import ScoreContext as ScoreContext
@@ -64,6 +65,7 @@ from pullback.pruning import prune as prune
 from pullback.pruning import restore as restore
 from pullback.pruning.budget import plan_pruning as plan_pruning
 from pullback.pruning.export import export_onnx as export_onnx
+from pullback.pruning.operations import operations as operations
 from pullback.pruning.tune import tune as tune
 from pullback.randnla import Estimate as Estimate
 from pullback.registry import BackboneEntry as BackboneEntry

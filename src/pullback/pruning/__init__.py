@@ -3,10 +3,11 @@
 from pullback.pruning.forward import PrunedRun, StageRecord, run_pruned
 from pullback.pruning.matching import Matching
 from pullback.pruning.model import Pruned, PrunedModel, prune, restore
-from pullback.pruning.plan import PrunePlan, preset
+from pullback.pruning.plan import BlockPlan, PrunePlan, preset
 from pullback.pruning.scores import Modes, Score, ScoreContext, as_score
 
 __all__ = [
+    "BlockPlan",
     "Matching",
     "Modes",
     "PrunePlan",

@@ -48,6 +48,7 @@ from pullback.pruning.scores import (
     Choice,
     HeadScore,
     Modes,
+    Score,
     StageModes,
     check_weights,
     metric_score,
@@ -255,11 +256,12 @@ class PrunedModel(Pruned):
         self.register_module("tuned", None)
         self._take_apart()
         _check_fits(plan, self.backbone)
+        self.scores: list[Score] = []
+        self.modes: Modes | None = None
         if isinstance(plan, BlockPlan):
             plan.check_depth(self.backbone.depth)
             published.rule_of(plan, self.backbone)
-            self.scores, self.modes = [], None
-        else:
+        elif isinstance(plan, PrunePlan):
             self.scores, self.modes = prepared(self.backbone, plan, scores, modes)
         self.heads = nn.ModuleList(dict.fromkeys(score for score in self.scores if isinstance(score, nn.Module)))
         self.eval()

@@ -293,6 +293,11 @@ class _Outputs:
                 f"match_hooks: {self.original.name} has no dense decoder, so there are no layers that it reads. Leave "
                 "it out."
             )
+        if self.match_hooks and self.pruned.plan.size is not None:
+            raise PullbackError(
+                "match_hooks: layers of a smaller picture have fewer tokens than those of the unpruned model. Leave it "
+                "out."
+            )
 
     @torch.no_grad()
     def full(self, images: Tensor) -> _Read:
