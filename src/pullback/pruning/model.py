@@ -251,6 +251,7 @@ class PrunedModel(Pruned):
     ) -> None:
         super().__init__()
         _check_model(model)
+        of_kind("plan", plan, Plan, "a PrunePlan or a BlockPlan; pb.prune makes one of a preset")
         self.model, self.plan = model, plan
         self.tuned: TunedVectors | None
         self.register_module("tuned", None)
