@@ -200,8 +200,8 @@ def prose(path: Path) -> str:
     return " ".join(re.sub(r"`[^`]*`", "", text).split())
 
 
-# The cards of heads are made whole from the configurations beside them, and tests/recipes/test_importance_heads.py holds
-# them to that.
+# The cards of heads are made whole from the configurations beside them, to which tests/recipes/test_importance_heads.py
+# holds them.
 WRITTEN = [path for path in tables.pages() if not path.parent.name.endswith("-heads")]
 
 

@@ -269,7 +269,8 @@ PRUNING: list[Row] = [
      r"select: expected one of score, cost, got 'x'"),
     ("PrunePlan: gates", lambda s: pb.PrunePlan((1,), (0.5,), gates=(0.1, 0.2)),
      r"gates: expected one for each of 1 stages, got 2"),
-    ("PrunedModel: plan", lambda s: pb.PrunedModel(s.model, 0.5, ["norm"]), r"plan: expected a PrunePlan or .* got 0\.5"),
+    ("PrunedModel: plan", lambda s: pb.PrunedModel(s.model, 0.5, ["norm"]),
+     r"plan: expected a PrunePlan or .* got 0\.5"),
     ("PrunedModel: from nowhere", lambda s: pb.PrunedModel.from_pretrained(s.folder / "nowhere"),
      r"folder: .*nowhere holds no pruned model"),
 ]
