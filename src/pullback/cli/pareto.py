@@ -45,8 +45,8 @@ def pareto(
     plan: Annotated[
         list[str] | None,
         typer.Option(
-            help="METHOD=FOLDER: a pruned copy of this model, of save_pretrained, `pullback plan` or `pullback tune`, as "
-            "a point of a method; several by commas, or several times."
+            help="METHOD=FOLDER: a pruned copy of this model, as save_pretrained, `pullback plan` and `pullback tune` "
+            "write it, as a point of a method; several by commas, or several times."
         ),
     ] = None,
     heads: Annotated[

@@ -21,6 +21,8 @@ from pullback.runs.files import write_bytes
 _OURS = "#d55e00"
 _COLOURS = ("#0072b2", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#7f7f7f", "#8c564b", "#bcbd22")
 _MARKERS = "sD^vPX<>"
+_ROUNDING = 1e-6
+"""Of the largest mean: less is what arithmetic leaves of points that remove nothing, and has no place on a log axis."""
 
 Entry = dict[str, Any]
 
@@ -42,6 +44,7 @@ def pareto_png(document: dict[str, Any], theme: Theme = LIGHT, dpi: int = DPI, n
     ``narrow``: the fields stand below each other.
     """
     batch = _largest_batch(document["points"])
+    least = _ROUNDING * max(point["mean"] for point in document["points"])
     fields = {"operations": "share of the unpruned model's operations"}
     fields |= {} if batch is None else {"time": f"share of the unpruned model's time, batches of {batch}"}
     with style(theme):
@@ -54,7 +57,7 @@ def pareto_png(document: dict[str, Any], theme: Theme = LIGHT, dpi: int = DPI, n
                 own = [
                     p for p in document["points"] if (p["method"], p["tuned"]) == (method["method"], method["tuned"])
                 ]
-                placed = [(_cost(point, name, batch), point) for point in own if point["mean"] > 0]
+                placed = [(_cost(point, name, batch), point) for point in own if point["mean"] > least]
                 _curve(axes, [(cost, p) for cost, p in placed if cost is not None], method, colour, marker)
             axes.set_yscale("log")
             axes.set_xlabel(words)
@@ -73,12 +76,14 @@ def pareto_png(document: dict[str, Any], theme: Theme = LIGHT, dpi: int = DPI, n
 
 def _curve(axes: Axes, placed: list[tuple[float, Entry]], method: dict[str, Any], colour: str, marker: str) -> None:
     """Draw the points of a method, and a line through those that none of its cheaper ones beats."""
+    if not placed:
+        return
     face = colour if method["tuned"] else "none"
     best = _unbeaten(placed)
     others = [pair for pair in placed if pair not in best]
     if others:
-        places = zip(*((cost, point["mean"]) for cost, point in others), strict=True)
-        axes.scatter(*places, s=9, marker=marker, facecolors=face, edgecolors=colour, alpha=0.35, lw=0.7)
+        costs, high = [cost for cost, _ in others], [point["mean"] for _, point in others]
+        axes.scatter(costs, high, s=9, marker=marker, facecolors=face, edgecolors=colour, alpha=0.35, lw=0.7)
     means = np.array([point["mean"] for _, point in best])
     bounds = np.array([point["interval"] for _, point in best]).reshape(-1, 2).T
     low = np.minimum(means - bounds[0], 0.999 * means)  # a bar to zero has no place on a logarithmic axis
