@@ -25,12 +25,12 @@ def pareto_summary(document: dict[str, Any]) -> RenderableType:
     parts: list[RenderableType] = [_heading(document), Text()]
     if document["points"]:
         title = f"{MEASURES[document['measure']]}: mean"
-        parts += [_by_budget(document, title, degradation_cell), Text(legend(document), style="dim"), Text()]
+        parts += [*_by_budget(document, title, degradation_cell), Text(legend(document), style="dim"), Text()]
     if document["tests"]:
         parts += [Text(TESTED, style="bold"), *(Text(sentence(test)) for test in document["tests"]), Text()]
     for k, (unpruned, cell) in neighbour_cells(document).items():
-        title = f"k-NN top-1 in %, {k} neighbours among the images (unpruned {100 * unpruned['accuracy']:.1f})"
-        parts += [_by_budget(document, title, cell)]
+        title = f"k-NN top-1 in %, k = {k}, every image asks the others (unpruned {100 * unpruned['accuracy']:.1f})"
+        parts += _by_budget(document, title, cell)
     if any(entry["neighbours"] for entry in document["points"]):
         parts += [Text(f"{BANKS['same']} / {BANKS['unpruned']}, and p against the unpruned model", style="dim"), Text()]
     parts += [Text(document["selection"], style="yellow")]
@@ -84,9 +84,9 @@ def neighbour_cells(document: dict[str, Any]) -> dict[str, tuple[dict[str, Any],
     return {k: (unpruned, writer(k)) for k, unpruned in (document["unpruned"]["neighbours"] or {}).items()}
 
 
-def _by_budget(document: dict[str, Any], title: str, cell: Callable[[Entry], tuple[str, str]]) -> Table:
-    """Make a table whose rows are methods and whose columns are budgets."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", title=title, title_justify="left")
+def _by_budget(document: dict[str, Any], title: str, cell: Callable[[Entry], tuple[str, str]]) -> list[RenderableType]:
+    """Make a table whose rows are methods and whose columns are budgets, below its title, which may be wider."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
     table.add_column("method", style="cyan", no_wrap=True)
     for budget in document["budgets"]:
         table.add_column(f"≤ {100 * budget:g} %", justify="right", no_wrap=True)
@@ -94,7 +94,7 @@ def _by_budget(document: dict[str, Any], title: str, cell: Callable[[Entry], tup
         texts = [("", "") if point is None else cell(point) for point in points]
         cells = [Text.assemble(first, ("\n" + beside, "dim")) if first else Text(UNKNOWN) for first, beside in texts]
         table.add_row(Text(method_name(method), style="bold" if method["ours"] else ""), *cells)
-    return table
+    return [Text(title, style="italic"), table]
 
 
 def legend(document: dict[str, Any]) -> str:
