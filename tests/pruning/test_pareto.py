@@ -265,12 +265,12 @@ def test_the_grids_follow_the_pictures(network):
     )
     labels = [point.key.point for point in points]
     assert labels[:6] == [f"{size} px" for size in (210, 196, 182, 168, 154, 140)]
-    assert labels[6:13] == [f"r = {r}" for r in (3, 6, 10, 13, 16, 19, 22)]
-    assert labels[13:21] == [
+    assert labels[6:17] == [f"r = {r}" for r in (2, 4, 6, 9, 11, 13, 15, 17, 19, 21, 23)]
+    assert labels[17:25] == [
         "block 3, 0.3", "block 3, 0.5", "block 3, 0.7", "block 6, 0.3", "block 6, 0.5", "block 6, 0.7",
         "blocks 3, 6, 0.5", "blocks 3, 6, 0.7",
     ]  # fmt: skip
-    assert labels[21:23] == ["block 3, 0.3, 210 px", "block 3, 0.5, 210 px"] and labels[-1] == "block 6, 0.5, 196 px"
+    assert labels[25:27] == ["block 3, 0.3, 210 px", "block 3, 0.5, 210 px"] and labels[-1] == "block 6, 0.5, 196 px"
     assert list(scores_by_block(subject, "norm")) == list(range(1, 11))
 
 
@@ -296,7 +296,7 @@ def test_the_best_point_within_a_budget_and_the_frontier():
     assert best_within(entries, 0.8)["point"] == "5" and best_within(entries[:4], 0.7)["point"] == "3"
     assert best_within(entries, 0.5) is None
     found = pareto._frontiers(entries, [0.9, 0.7, 0.5])
-    assert found[0]["frontier"] == ["1", "3"] and found[0]["budgets"] == ["1", "3", None]
+    assert found[0]["frontier"] == ["1", "3"] and found[0]["budgets"] == ["1", "3", None] and found[0]["points"] == 4
     assert found[1]["frontier"] == ["5"] and found[1]["budgets"] == ["5", None, None]
 
 

@@ -51,7 +51,7 @@ def document() -> dict:
         "date": "2026-01-01", "pullback": "0", "torch": "0", "points": points, "tests": [test],
         "unpruned": {"neighbours": {"10": {"accuracy": 0.75, "interval": [0.7, 0.8]}}},
         "frontiers": [
-            {"method": name, "tuned": tuned, "ours": name == "<best>", "frontier": [], "budgets": [label]}
+            {"method": name, "tuned": tuned, "ours": name == "<best>", "points": 2, "frontier": [], "budgets": [label]}
             for (name, tuned), label in lines.items()
         ],
     }  # fmt: skip
@@ -67,7 +67,7 @@ def test_the_tables_say_what_was_found():
     text = text_of(document())
     for words in (
         "vit, cls: 5 points, 4 images of 224x224 pixels", "cosine degradation × 100: mean", "≤ 80 %", "<best>, tuned",
-        "2×, batch 8", "50.0 / 50.0", "p 0.031 / 0.031", "(unpruned 75.0)", "Chosen here.", "evit is left out.",
+        "2 points",        "2×, batch 8", "50.0 / 50.0", "p 0.031 / 0.031", "(unpruned 75.0)", "Chosen here.", "evit is left out.",
         "1 image left out", "x.png: no picture",
         "≤ 80 %: <best> (block 3) has 0.33× the error of resize (182 px), p 3e-09, less on 90 % of the images",
     ):  # fmt: skip

@@ -27,11 +27,11 @@ from pullback.registry import SCORES, check_former_score, resolve
 from pullback.runs.provenance import weights_hash
 from pullback.tokens import TokenLayout
 
-# The grids, where nothing else is asked for
+# The grids, where nothing else is asked for: those of the rivals are fine enough to come close to any budget
 LEAST_OF_THE_PATCHES, MOST_SIZES = 0.35, 8  # of the smallest picture; of sizes in between
-TOME_MERGED = (0.15, 0.3, 0.45, 0.6, 0.75, 0.9, 1.05)  # of the patches, in all blocks together; r follows
-PITOME_KEEP = (0.975, 0.95, 0.925, 0.9, 0.875, 0.85, 0.8)
-EVIT_KEEP = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
+TOME_MERGED = tuple(step / 10 for step in range(1, 12))  # of the patches, in all blocks together; r follows
+PITOME_KEEP = (0.98, 0.97, 0.96, 0.95, 0.94, 0.93, 0.92, 0.91, 0.9, 0.88, 0.86, 0.84, 0.82, 0.8)
+EVIT_KEEP = tuple(step / 20 for step in range(18, 7, -1))
 RATIOS = (0.3, 0.5, 0.7)  # of `best` after one block
 RATIOS_OF_TWO = (0.5, 0.7)  # of `best` after two blocks, in all
 RATIOS_SMALLER, SMALLER = (0.3, 0.5), 2  # of `best` on so many next smaller pictures

@@ -499,6 +499,7 @@ def _frontiers(entries: Sequence[Row], budgets: Sequence[float]) -> list[Row]:
             "method": method,
             "tuned": tuned,
             "ours": all(entry["ours"] for entry in own),
+            "points": len(own),
             "frontier": [entry["point"] for entry in _frontier(own)],
             "budgets": [(best_within(own, budget) or {"point": None})["point"] for budget in budgets],
         }

@@ -82,7 +82,7 @@ def write_pareto_page(out: Path) -> Path:
     content = {
         "document": document,
         "measure": files.MEASURES[document["measure"]],
-        "methods": [(method_name(method), method["ours"], points) for method, points in by_method(document)],
+        "methods": [(method_name(method), method["points"], points) for method, points in by_method(document)],
         "points": sorted(document["points"], key=lambda point: -point["operations"]),
         "legend": legend(document),
         "tests": [sentence(test) for test in document["tests"]],

@@ -93,7 +93,8 @@ def _by_budget(document: dict[str, Any], title: str, cell: Callable[[Entry], tup
     for method, points in by_method(document):
         texts = [("", "") if point is None else cell(point) for point in points]
         cells = [Text.assemble(first, ("\n" + beside, "dim")) if first else Text(UNKNOWN) for first, beside in texts]
-        table.add_row(Text(method_name(method), style="bold" if method["ours"] else ""), *cells)
+        name = (method_name(method), "bold" if method["ours"] else "")
+        table.add_row(Text.assemble(name, (f"\n{counted(method['points'], 'point')}", "dim")), *cells)
     return [Text(title, style="italic"), table]
 
 
