@@ -17,8 +17,9 @@ from pullback.evaluation.neighbours import leave_one_out
 from pullback.evaluation.statistics import mcnemar_p, wilcoxon_p
 from pullback.experiments.demo import write_pictures
 from pullback.pruning import pareto
+from pullback.pruning.frontier import best_within, frontiers
 from pullback.pruning.operating_points import Grid, Key, Knobs, scores_by_block
-from pullback.pruning.pareto import ParetoRequest, best_within, run_pareto
+from pullback.pruning.pareto import ParetoRequest, run_pareto
 from pullback.pruning.rules import Subject
 from pullback.pruning.tuned import TunedVectors
 from pullback.runs.progress import Progress
@@ -295,7 +296,7 @@ def test_the_best_point_within_a_budget_and_the_frontier():
     entries += [entry("b", "5", 0.8, 0.5)]
     assert best_within(entries, 0.8)["point"] == "5" and best_within(entries[:4], 0.7)["point"] == "3"
     assert best_within(entries, 0.5) is None
-    found = pareto._frontiers(entries, [0.9, 0.7, 0.5])
+    found = frontiers(entries, [0.9, 0.7, 0.5])
     assert found[0]["frontier"] == ["1", "3"] and found[0]["budgets"] == ["1", "3", None] and found[0]["points"] == 4
     assert found[1]["frontier"] == ["5"] and found[1]["budgets"] == ["5", None, None]
 

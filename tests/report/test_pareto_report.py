@@ -67,7 +67,8 @@ def test_the_tables_say_what_was_found():
     text = text_of(document())
     for words in (
         "vit, cls: 5 points, 4 images of 224x224 pixels", "cosine degradation × 100: mean", "≤ 80 %", "<best>, tuned",
-        "2 points",        "2×, batch 8", "50.0 / 50.0", "p 0.031 / 0.031", "(unpruned 75.0)", "Chosen here.", "evit is left out.",
+        "2 points", "2×, batch 8", "50.0 / 50.0", "p 0.031 / 0.031", "(unpruned 75.0)", "Chosen here.",
+        "evit is left out.",
         "1 image left out", "x.png: no picture",
         "≤ 80 %: <best> (block 3) has 0.33× the error of resize (182 px), p 3e-09, less on 90 % of the images",
     ):  # fmt: skip

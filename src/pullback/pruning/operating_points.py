@@ -75,6 +75,11 @@ class Key(NamedTuple):
     point: str
     tuned: bool
 
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> Key:
+        """Return the key of a stored row."""
+        return cls(row["method"], row["point"], row["tuned"])
+
 
 @dataclass(frozen=True, eq=False)
 class Point:

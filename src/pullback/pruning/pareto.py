@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,8 +31,9 @@ from pullback.decoders import build_decoder
 from pullback.errors import FileError, ImageError, PullbackError, counted, naming
 from pullback.evaluation.fidelity import degradation, measure_of
 from pullback.evaluation.neighbours import ClassOf, classes_from_folders, classes_from_table, leave_one_out
-from pullback.evaluation.statistics import bootstrap_mean, bootstrap_share, compare_paired, mcnemar_p
+from pullback.evaluation.statistics import bootstrap_mean, bootstrap_share, mcnemar_p
 from pullback.pruning.compare import NOT_COMPARED, batch_sizes, batches, key_of, not_the_own_output, timed
+from pullback.pruning.frontier import compare_at, frontiers
 from pullback.pruning.operating_points import (
     METHODS,
     Grid,
@@ -249,7 +250,7 @@ class PointRows:
         self._known: dict[Key, dict[str, dict[str, float | None]]] = {}
         wanted = {point.key: point.identity() for point in points}
         for row in self._file.each():
-            key = _key(row)
+            key = Key.of(row)
             if key in wanted and {name: row[name] for name in wanted[key]} != wanted[key]:
                 raise PullbackError(
                     f"out: {path.parent} holds rows of {key.method}, {key.point}, with another plan, other scores or "
@@ -309,10 +310,6 @@ class Embeddings:
         return FileError(f"{path}: holds fewer embeddings than there are rows. Choose another folder, and run again.")
 
 
-def _key(row: Row) -> Key:
-    return Key(row["method"], row["point"], row["tuned"])
-
-
 def _add_rows(
     rows: PointRows,
     subject: Subject,
@@ -361,7 +358,7 @@ class Costs:
         stored = read_json(path, "out") if path.is_file() else {}
         here = stored.get("machine") == machine
         known = [row if here else {**row, "milliseconds": {}} for row in stored.get("points", [])]
-        self.points: dict[Key, Row] = {_key(row): row for row in known}
+        self.points: dict[Key, Row] = {Key.of(row): row for row in known}
 
     def complete(
         self, subject: Subject, points: Sequence[Point], image: Tensor, sizes: Sequence[int], progress: Progress
@@ -446,15 +443,18 @@ def summarise(
     values = {point.key: np.array([_value(rows, point, image) for image in usable]) for point in points}
     entries = [] if not usable else [_entry(point, rows, usable, values, request.seed, costs) for point in points]
     for entry in entries:
-        entry["neighbours"] = neighbours.get(_key(entry))
+        entry["neighbours"] = neighbours.get(Key.of(entry))
     budgets = sorted(request.budgets, reverse=True)
     tests = [
-        _test(entries, values, budget, tuned, request.seed) for tuned in (False, True) for budget in budgets if entries
+        compare_at(entries, values, budget, tuned, request.seed)
+        for tuned in (False, True)
+        for budget in budgets
+        if entries
     ]
     return {
         "images_compared": len(usable),
         "points": entries,
-        "frontiers": _frontiers(entries, budgets),
+        "frontiers": frontiers(entries, budgets),
         "tests": [test for test in tests if test is not None],
     }
 
@@ -479,61 +479,4 @@ def _entry(
         **{name: float(np.mean([numbers[name] for numbers in known])) for name in beside},
         "operations": cost["operations"],
         "milliseconds": cost["milliseconds"],
-    }
-
-
-def best_within(entries: Iterable[Row], budget: float) -> Row | None:
-    """Return the entry with the least mean among those with at most so many operations; None where there is none."""
-    within = [entry for entry in entries if entry["operations"] <= budget]
-    return min(within, key=lambda entry: entry["mean"], default=None)
-
-
-def _frontiers(entries: Sequence[Row], budgets: Sequence[float]) -> list[Row]:
-    """Return of every method, frozen and tuned apart, the points that no cheaper one beats, the most expensive first,
-    and the one that counts at each budget."""
-    groups: dict[tuple[str, bool], list[Row]] = {}
-    for entry in entries:
-        groups.setdefault((entry["method"], entry["tuned"]), []).append(entry)
-    return [
-        {
-            "method": method,
-            "tuned": tuned,
-            "ours": all(entry["ours"] for entry in own),
-            "points": len(own),
-            "frontier": [entry["point"] for entry in _frontier(own)],
-            "budgets": [(best_within(own, budget) or {"point": None})["point"] for budget in budgets],
-        }
-        for (method, tuned), own in groups.items()
-    ]
-
-
-def _frontier(entries: Sequence[Row]) -> list[Row]:
-    kept: list[Row] = []
-    for entry in sorted(entries, key=lambda entry: (entry["operations"], entry["mean"])):
-        if not kept or entry["mean"] < kept[-1]["mean"]:
-            kept.append(entry)
-    return kept[::-1]
-
-
-def _test(
-    entries: Sequence[Row], values: Mapping[Key, np.ndarray], budget: float, tuned: bool, seed: int
-) -> Row | None:
-    """Test our best point within a budget against the best of the rivals, both frozen or both tuned: a negative
-    difference and a factor below 1 say that ours is better."""
-    alike = [entry for entry in entries if entry["tuned"] == tuned]
-    ours, rival = (best_within((e for e in alike if e["ours"] == side), budget) for side in (True, False))
-    if ours is None or rival is None:
-        return None
-    one, other = values[_key(ours)], values[_key(rival)]
-    compared = compare_paired(one, other, generator=np.random.default_rng(seed))
-    return {
-        "budget": budget,
-        "tuned": tuned,
-        "ours": {name: ours[name] for name in ("method", "point")},
-        "rival": {name: rival[name] for name in ("method", "point")},
-        "p_value": compared.p_value,
-        "difference": compared.difference.mean,
-        "interval": [compared.difference.low, compared.difference.high],
-        "factor": float(one.mean() / other.mean()) if other.mean() > 0 else None,
-        "better_on": float((one < other).mean()),
     }
