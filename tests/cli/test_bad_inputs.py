@@ -47,9 +47,23 @@ DRM = (
 PRUNE = "prune tiny-scenes --images {photos} --out {new} --size 56 --device cpu --time none --scores norm --stages 4"
 UNBOUND = "plan tiny-scenes --images {photos} --heads 4=norm --size 56 --device cpu"
 PLAN = f"{UNBOUND} --flops 0.9"
+PARETO = "pareto tiny-scenes --images {photos} --out {new} --size 56 --device cpu --time none --methods resize"
 TUNE = "tune {pruned} --images {photos} --out {new} --held-out 0.5 --size 56 --device cpu --steps 2 --batch 2"
 
-COMMANDS = ("DIAGNOSE", "LOOK", "TARGETS", "HEAD", "SPN", "DRM", "BOTTLENECK", "PRUNE", "PLAN", "UNBOUND", "TUNE")
+COMMANDS = (
+    "DIAGNOSE",
+    "LOOK",
+    "TARGETS",
+    "HEAD",
+    "SPN",
+    "DRM",
+    "BOTTLENECK",
+    "PRUNE",
+    "PLAN",
+    "UNBOUND",
+    "TUNE",
+    "PARETO",
+)
 
 # id, what is typed, words of the message; the exit code is 2, or 1 where the id says so in brackets
 ROWS = """
@@ -257,6 +271,24 @@ plan, images nowhere | {PLAN} --images nowhere | --images='nowhere': no such fil
 plan, out among the images | {PLAN} --out {photos}/x | --out: .* lies in .* searched for images
 plan, out of targets | {PLAN} --out {store} | --out: .* holds targets
 plan, out is a file | {PLAN} --out {text} | --out: cannot make the folder
+pareto without out | pareto tiny-scenes --images {photos} | Missing option '--out'
+pareto, images nowhere | {PARETO} --images nowhere | --images='nowhere': no such file or folder
+pareto, folder without images | {PARETO} --images {empty} | --images=.*no image found
+pareto, images that cannot be read | {PARETO} --images {broken_image} | --images: none of 1 file could be read
+pareto, unknown method | {PARETO} --methods words | --methods: expected some of resize, tome
+pareto, a larger picture | {PARETO} --sizes 70 | --sizes: expected multiples of the patch size 14 below the 56 pixels
+pareto, a size between patches | {PARETO} --sizes 43 | --sizes: expected multiples of the patch size 14
+pareto, plan of another model | {PARETO} --plan a={pruned} | --plan: .*pruned was made of other weights
+pareto, plan that is none | {PARETO} --plan a={tiny} | --plan: .*tiny holds no pruned model that can be read
+pareto, plan without a method | {PARETO} --plan {pruned} | --plan: expected METHOD=FOLDER by commas
+pareto, head nowhere | {PARETO} --methods best --heads 4=no/head | --heads: 'no/head' is neither a folder
+pareto, head of another width | {PARETO} --methods best --heads 4={head} | --heads:
+pareto, images without classes | {PARETO} --neighbours 2 | --labels: .* lies in no class folder
+pareto, labels without columns | {PARETO} --labels {text} | --labels: expected a column file
+pareto, budget of nothing | {PARETO} --budgets 0 | --budgets: expected shares of the operations
+pareto, out of a comparison of rules | {PARETO} --out {compared} | --out: .* holds a comparison of pruning rules
+pareto, out of targets | {PARETO} --out {store} | --out: .* holds targets
+pareto, out among the images | {PARETO} --out {photos}/x | --out: .* lies in .* searched for images
 tune without out | tune {pruned} --images {photos} | Missing option '--out'
 tune, nothing pruned | {TUNE:{tiny}} | pruned: .*tiny holds no pruned model that can be read
 tune, nowhere | {TUNE:nowhere} | pruned: nowhere holds no pruned model that can be read

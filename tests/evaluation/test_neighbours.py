@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from pullback.errors import PullbackError
+from pullback.errors import PullbackError, ShapeError
 from pullback.evaluation import Bank, neighbour_accuracy
-from pullback.evaluation.neighbours import classes_from_folders, classes_from_table, notes_on
+from pullback.evaluation.neighbours import classes_from_folders, classes_from_table, leave_one_out, notes_on, vote
 
 TABLE = "file,split,class_index\ntrain/a.jpg,train,65\ntrain/b.jpg,train,7\nheldout/c.jpg,heldout,65\n"
 
@@ -73,3 +73,54 @@ def test_queries_of_other_classes_are_counted_and_refused_when_there_are_no_othe
     assert notes_on({"a"}, ["a", "c", "d"]) == ["2 images are of classes that the bank lacks: k-NN cannot be right."]
     with pytest.raises(PullbackError, match=r"bank: none of 1 image is of a class in the bank \(2 classes\)"):
         notes_on({"a", "b"}, ["c"])
+
+
+def test_of_four_images_everyone_asks_the_other_three():
+    angles = torch.tensor([0.0, 0.1, 1.0, 1.05])
+    bank, labels = torch.stack([angles.cos(), angles.sin()], 1), torch.tensor([7, 7, 7, 2])
+    assert leave_one_out(bank, labels, bank, k=1).tolist() == [True, True, False, False]
+    assert leave_one_out(bank, labels, bank, k=3, temperature=100.0).tolist() == [True, True, True, False]
+    # asked by what lies where the fourth is, the third finds the second nearest, and itself it may not name
+    queries = bank[[0, 1, 1, 0]]
+    assert leave_one_out(bank, labels, queries, k=1).tolist() == [True, True, True, False]
+
+
+def test_leaving_one_out_is_a_vote_without_it_also_in_parts(monkeypatch):
+    bank, labels = clusters(60, 0)
+    queries = bank + 0.5 * torch.randn(60, 8, generator=torch.Generator().manual_seed(1))
+    labels = 3 * labels + 5  # numbers with holes
+    alone = []
+    for image in range(60):
+        others = torch.arange(60) != image
+        alone.append(bool(vote(bank[others], labels[others], queries[image : image + 1], k=7) == labels[image]))
+    assert 0 < sum(alone) < 60
+    monkeypatch.setattr("pullback.evaluation.neighbours._AT_ONCE", 60 * 11)
+    assert leave_one_out(bank, labels, queries, k=7).tolist() == alone
+    some = torch.tensor([59, 3, 17])
+    assert leave_one_out(bank, labels, queries, k=7, which=some).tolist() == [alone[image] for image in some]
+    mask = torch.arange(60) % 3 == 0
+    assert leave_one_out(bank, labels, queries, k=7, which=mask).tolist() == alone[::3]
+
+
+def test_more_neighbours_than_images_are_all_of_them():
+    bank, labels = clusters(8, 0)
+    assert leave_one_out(bank, labels, bank, k=50).equal(leave_one_out(bank, labels, bank, k=7))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"k": 0}, "k: expected a whole number of at least 1, got 0"),
+        ({"temperature": 0}, "temperature: expected a number above 0, got 0"),
+        ({"labels": torch.zeros(3)}, "labels: expected one for each of 8 rows, got 3"),
+        ({"queries": torch.ones(7, 8)}, r"bank, queries: .* of the same n images, .* got \[8, 8\] and \[7, 8\]"),
+        ({"which": torch.tensor([8])}, r"which: expected indices from 0 to 7, .* mask \[8\]"),
+        ({"which": torch.zeros(8, dtype=torch.bool)}, r"which: expected indices from 0 to 7"),
+        ({"which": [0]}, "which: expected indices"),
+    ],
+)
+def test_wrong_arguments_of_leave_one_out_are_refused(changed, message):
+    bank, labels = clusters(8, 0)
+    arguments = {"bank": bank, "labels": labels, "queries": bank, **changed}
+    with pytest.raises((PullbackError, ShapeError), match=message):
+        leave_one_out(arguments.pop("bank"), arguments.pop("labels"), arguments.pop("queries"), **arguments)

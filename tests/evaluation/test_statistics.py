@@ -6,7 +6,15 @@ import torch
 from scipy import stats
 
 from pullback.errors import PullbackError, ShapeError
-from pullback.evaluation.statistics import Interval, bootstrap_mean, compare_paired, mean_and_error, wilcoxon_p
+from pullback.evaluation.statistics import (
+    Interval,
+    bootstrap_mean,
+    bootstrap_share,
+    compare_paired,
+    mcnemar_p,
+    mean_and_error,
+    wilcoxon_p,
+)
 
 
 def pairs(count: int, shift: float, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -68,6 +76,40 @@ def test_the_same_seed_gives_the_same_interval_also_in_blocks(monkeypatch):
     assert whole == bootstrap_mean(values, generator=np.random.default_rng(0), resamples=200)
     monkeypatch.setattr("pullback.evaluation.statistics._DRAWN_AT_ONCE", 500)
     assert whole == bootstrap_mean(values, generator=np.random.default_rng(0), resamples=200)
+
+
+@pytest.mark.parametrize(("count", "change"), [(20, 0.2), (300, 0.1), (4000, 0.02)])
+def test_mcnemars_p_is_the_binomial_test_of_the_discordant_pairs(count, change):
+    generator = np.random.default_rng(count)
+    first = generator.random(count) < 0.7
+    second = first ^ (generator.random(count) < np.where(first, change, change / 3))
+    only_first, only_second = int((first & ~second).sum()), int((second & ~first).sum())
+    expected = stats.binomtest(only_first, only_first + only_second, 0.5).pvalue
+    assert mcnemar_p(first, second) == pytest.approx(expected, rel=1e-10)
+    assert mcnemar_p(first, second) == mcnemar_p(second.tolist(), first.tolist())
+
+
+def test_mcnemars_p_by_hand():
+    assert mcnemar_p([True] * 6, [False] * 6) == 2 / 2**6
+    assert mcnemar_p([True, False, True], [True, False, True]) == 1.0
+    assert mcnemar_p([True, False], [False, True]) == 1.0
+
+
+def test_the_interval_of_a_share_is_that_of_many_draws():
+    hits = np.random.default_rng(0).random(500) < 0.8
+    drawn = bootstrap_mean(hits, generator=np.random.default_rng(1), resamples=20_000)
+    ours = bootstrap_share(hits)
+    assert ours.mean == drawn.mean and [ours.low, ours.high] == pytest.approx([drawn.low, drawn.high], abs=1 / 500)
+    assert bootstrap_share([True, True]) == Interval(1.0, 1.0, 1.0)
+
+
+def test_hits_that_are_none_are_refused():
+    with pytest.raises(PullbackError, match=r"hits: expected true or false per image, got \[0.5\]"):
+        bootstrap_share([0.5])
+    with pytest.raises(ShapeError, match=r"first, second: expected one value per image each, .* got 1 and 2"):
+        mcnemar_p([True], [True, False])
+    with pytest.raises(PullbackError, match="level: expected a share between 0 and 1"):
+        bootstrap_share([True], level=2)
 
 
 def test_scipy_is_imported_only_for_the_test():

@@ -12,6 +12,7 @@ from pullback.cli.diagnose import diagnose
 from pullback.cli.index import index
 from pullback.cli.look import look
 from pullback.cli.ls import ls
+from pullback.cli.pareto import pareto
 from pullback.cli.plan import plan
 from pullback.cli.prune import prune
 from pullback.cli.search import search
@@ -27,7 +28,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (diagnose, demo, look, ls, plan, prune, search, targets, tune):
+for command in (diagnose, demo, look, ls, pareto, plan, prune, search, targets, tune):
     app.command()(command)
 app.add_typer(index)
 app.add_typer(train)

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, get_type_hints
+from typing import TYPE_CHECKING, NoReturn, TypeVar, get_type_hints
 
 import typer
 from typer.models import OptionInfo
@@ -40,6 +40,19 @@ _OTHER_NAMES = {
 }
 """What commands call the images, and the folder of a run or a gallery, by what functions call them. Where a command
 reads others too, it says so by `errors.naming`."""
+_LISTS = {
+    "ratios": "0.1,0.3",
+    "stages": "4,8",
+    "sizes": "210,196",
+    "r": "4,8",
+    "keep": "0.95,0.9",
+    "evit_keep": "0.7,0.5",
+    "budgets": "0.8,0.6",
+    "neighbours": "10,20",
+    "methods": "tome,best",
+}
+"""What lists look like, in messages."""
+_Item = TypeVar("_Item")
 PRUNE_VIEWS = ("pb.prune_views(model, score, ratio=..., stages=...)", "docs/guide/vggt-pruning.md")
 """What to use for a VGGT in place of the commands about pruning, and the page about it."""
 
@@ -223,6 +236,38 @@ def parse_size(text: str | None) -> int | tuple[int, int] | None:
     if match is None:
         raise PullbackError(f"size: expected pixels such as 224, or height x width such as 224x308, got {text!r}.")
     return (int(match[1]), int(match[2])) if match[2] else int(match[1])
+
+
+def several(option: str, text: str, read: Callable[[str], _Item]) -> tuple[_Item, ...]:
+    """Read a list with commas. Of stages and heads the order matters, and a stage that comes twice is refused later;
+    of anything else the same item a second time means nothing."""
+    try:
+        items = tuple(read(part.strip()) for part in text.split(",") if part.strip())
+    except ValueError:
+        items = ()
+    items = items if option in ("stages", "head", "spn") else tuple(dict.fromkeys(items))
+    if not items:
+        raise PullbackError(f"{option}: expected a list such as {_LISTS.get(option, 'a,b')}, got {text!r}.")
+    return items
+
+
+def parse_heads(text: str) -> list[tuple[int, str]]:
+    """3=a,6=b -> [(3, "a"), (6, "b")]"""
+    try:
+        pairs = [(int(layer), name) for layer, name in (part.split("=", 1) for part in text.split(","))]
+    except ValueError:
+        raise PullbackError(
+            f"heads: expected BLOCK=HEAD by commas, such as 3=heads/L03, or importance, got {text!r}."
+        ) from None
+    blocks = [block for block, _ in pairs]
+    if len(set(blocks)) < len(blocks):
+        raise PullbackError(f"heads: expected each block once, got {text!r}.")
+    return pairs
+
+
+def row_count(path: Path) -> int:
+    """Count the rows of a file that may not be there yet."""
+    return path.read_bytes().count(b"\n") if path.is_file() else 0
 
 
 def refuse_scenes(model: str, command: str, instead: str, page: str = "docs/guide/vggt.md") -> None:

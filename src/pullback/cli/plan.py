@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from pullback.cli import options
-from pullback.cli.common import PRUNE_VIEWS, parse_size, refuse_scenes, running, say, say_written
-from pullback.errors import PullbackError, counted, naming
+from pullback.cli.common import PRUNE_VIEWS, parse_heads, parse_size, refuse_scenes, running, say, say_written
+from pullback.errors import counted, naming
 from pullback.registry import SCORES, check_former_score
 from pullback.report.drawing import Drawing
 from pullback.runs.documents import PLAN
@@ -53,7 +53,7 @@ def plan(
         budget = {"flops": flops, "milliseconds": milliseconds, "degradation": degradation}
         refuse_scenes(model, "plan", *PRUNE_VIEWS)
         check_budget(**budget)
-        named, pixels = None if heads == IMPORTANCE else _pairs(heads), parse_size(size)
+        named, pixels = None if heads == IMPORTANCE else parse_heads(heads), parse_size(size)
         names = (IMPORTANCE, *score_names())
         with naming("heads"):
             for _, name in named or ():
@@ -100,17 +100,3 @@ def plan(
             figures = drawing.draw(out)
     if out is not None:
         say_written(out, ["the pruned model", PLAN], figures)
-
-
-def _pairs(text: str) -> list[tuple[int, str]]:
-    """3=a,6=b -> [(3, "a"), (6, "b")]"""
-    try:
-        pairs = [(int(layer), name) for layer, name in (part.split("=", 1) for part in text.split(","))]
-    except ValueError:
-        raise PullbackError(
-            f"heads: expected BLOCK=HEAD by commas, such as 3=heads/L03, or importance, got {text!r}."
-        ) from None
-    blocks = [block for block, _ in pairs]
-    if len(set(blocks)) < len(blocks):
-        raise PullbackError(f"heads: expected each block once, got {text!r}.")
-    return pairs

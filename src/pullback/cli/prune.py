@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal
 
 import typer
 
 from pullback.cli import options
-from pullback.cli.common import PRUNE_VIEWS, keeping_rows, parse_size, refuse_scenes, running, say, say_written
-from pullback.errors import PullbackError
+from pullback.cli.common import (
+    PRUNE_VIEWS,
+    keeping_rows,
+    parse_size,
+    refuse_scenes,
+    row_count,
+    running,
+    say,
+    say_written,
+    several,
+)
 from pullback.registry import PRESETS, SCORES
 from pullback.report.console import console
 from pullback.report.drawing import Drawing
 from pullback.report.prune_console import prune_summary
 from pullback.runs.documents import EXAMPLES, ROWS, SUMMARY
 
-_Item = TypeVar("_Item")
 _SCORES = ", ".join(
     f"{name} (of --{entry.needs})" if entry.needs in ("head", "spn") else name for name, entry in SCORES.items()
 )
@@ -88,12 +95,12 @@ def prune(
             model=model,
             images=images,
             decoder=decoder,
-            ratios=_several("ratios", ratios, float),
-            stages=None if stages is None else _several("stages", stages, int),
-            scores=None if scores is None else _several("scores", scores, str),
-            presets=_several("preset", preset, str),
-            heads=() if head is None else _several("head", head, Path),
-            spns=() if spn is None else _several("spn", spn, Path),
+            ratios=several("ratios", ratios, float),
+            stages=None if stages is None else several("stages", stages, int),
+            scores=None if scores is None else several("scores", scores, str),
+            presets=several("preset", preset, str),
+            heads=() if head is None else several("head", head, Path),
+            spns=() if spn is None else several("spn", spn, Path),
             rank=rank,
             distance=distance,
             bank=bank,
@@ -106,7 +113,7 @@ def prune(
             seed=seed,
             time=time,
         )
-        with keeping_rows(progress, lambda: _rows(out)):
+        with keeping_rows(progress, lambda: row_count(out / ROWS)):
             document = run_comparison(request, out, progress)
         with progress.hidden():
             console().print(prune_summary(document))
@@ -115,22 +122,3 @@ def prune(
         progress.stage("drawing figures")
         figures = drawing.draw(out)
     say_written(out, [ROWS, SUMMARY, EXAMPLES], figures)
-
-
-def _several(option: str, text: str, read: Callable[[str], _Item]) -> tuple[_Item, ...]:
-    """Read a list with commas. Of stages and heads the order matters, and a stage that comes twice is refused later;
-    of anything else the same item a second time means nothing."""
-    try:
-        items = tuple(read(part.strip()) for part in text.split(",") if part.strip())
-    except ValueError:
-        items = ()
-    items = items if option in ("stages", "head", "spn") else tuple(dict.fromkeys(items))
-    if not items:
-        example = {"ratios": "0.1,0.3", "stages": "4,8"}.get(option, "a,b")
-        raise PullbackError(f"{option}: expected a list such as {example}, got {text!r}.")
-    return items
-
-
-def _rows(out: Path) -> int:
-    path = out / ROWS
-    return path.read_bytes().count(b"\n") if path.is_file() else 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from pullback.checks import finite_number, of_kind, whole_number
 from pullback.errors import PullbackError, ShapeError, counted
 
 NEIGHBOURS, TEMPERATURE = 20, 0.07
+_AT_ONCE = 16_000_000  # similarities
 
 ClassOf = Callable[[Path], str]
 _FILE_COLUMNS = ("file", "path", "image", "filename")
@@ -29,16 +30,74 @@ def vote(
 
     Nearest by cosine; a vote weighs exp(cosine / temperature).
     """
-    for name, values in {"bank": bank, "bank_labels": bank_labels, "queries": queries}.items():
+    _check_vote({"bank": bank, "bank_labels": bank_labels, "queries": queries}, k, temperature)
+    _check_count("bank_labels", bank_labels, bank)
+    similarity = F.normalize(queries, dim=1) @ F.normalize(bank, dim=1).T
+    return _voted(similarity, bank_labels, min(k, len(bank)), temperature)
+
+
+def leave_one_out(
+    bank: Tensor,
+    labels: Tensor,
+    queries: Tensor,
+    *,
+    k: int = NEIGHBOURS,
+    temperature: float = TEMPERATURE,
+    which: Tensor | None = None,
+) -> Tensor:
+    """Return for each image whether the k nearest *other* images of the bank vote for its label, [n] bool.
+
+    ``bank`` and ``queries`` [n, D] are embeddings of the same images in the same order, made in the same way or not,
+    with labels [n]. ``which``: the images that ask, indices [m] or a mask [n]; the answer is [m] then.
+    """
+    _check_vote({"bank": bank, "labels": labels, "queries": queries}, k, temperature)
+    _check_count("labels", labels, bank)
+    if queries.shape != bank.shape or bank.ndim != 2 or len(bank) < 2:
+        raise ShapeError(
+            "bank, queries: expected embeddings [n, D] of the same n images, at least two, got "
+            f"{list(bank.shape)} and {list(queries.shape)}."
+        )
+    asking = _asking(which, len(bank), bank.device)
+    normalised = F.normalize(bank, dim=1)
+    classes, own = labels.unique(return_inverse=True)  # votes are counted by class: numbers without holes
+    right = []
+    for rows in asking.split(max(1, _AT_ONCE // max(len(bank), len(classes)))):
+        similarity = F.normalize(queries[rows], dim=1) @ normalised.T
+        similarity.scatter_(1, rows[:, None], -torch.inf)
+        right.append(_voted(similarity, own, min(k, len(bank) - 1), temperature) == own[rows])
+    return torch.cat(right)
+
+
+def _asking(which: Tensor | None, count: int, device: torch.device) -> Tensor:
+    """Return the images that ask as indices."""
+    if which is None:
+        return torch.arange(count, device=device)
+    of_kind("which", which, Tensor, "indices [m] or a mask [n]", ShapeError)
+    if which.dtype == torch.bool and which.shape == (count,):
+        which = which.nonzero()[:, 0]
+    whole = not which.is_floating_point() and which.dtype != torch.bool
+    if not (whole and which.ndim == 1 and len(which) and int(which.min()) >= 0 and int(which.max()) < count):
+        raise ShapeError(
+            f"which: expected indices from 0 to {count - 1}, at least one, or a mask [{count}] with one that is true, "
+            f"got {which.dtype} {list(which.shape)}."
+        )
+    return which.to(device)
+
+
+def _voted(similarity: Tensor, labels: Tensor, k: int, temperature: float) -> Tensor:
+    """Return the label [m] with the most weight among the k nearest by similarity [m, n], labels being [n]."""
+    nearest = similarity.topk(k, dim=1)
+    weights = (nearest.values / temperature).exp()
+    votes = weights.new_zeros(len(similarity), int(labels.max()) + 1)
+    return votes.scatter_add_(1, labels[nearest.indices], weights).argmax(1)
+
+
+def _check_vote(tensors: Mapping[str, Tensor], k: int, temperature: float) -> None:
+    for name, values in tensors.items():
         of_kind(name, values, Tensor, "a tensor", ShapeError)
     whole_number("k", k)
     if finite_number("temperature", temperature, least=0, expected="a number above 0") == 0:
         raise PullbackError("temperature: expected a number above 0, got 0.")
-    _check_count("bank_labels", bank_labels, bank)
-    similarity = F.normalize(queries, dim=1) @ F.normalize(bank, dim=1).T
-    nearest = similarity.topk(min(k, len(bank)), dim=1)
-    classes = F.one_hot(bank_labels[nearest.indices], int(bank_labels.max()) + 1)
-    return (classes * (nearest.values / temperature).exp()[..., None]).sum(1).argmax(1)
 
 
 def _check_count(argument: str, labels: Tensor, rows: Tensor) -> None:

@@ -5,6 +5,7 @@ Everything takes one value per image; comparisons take them in the same order fo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -48,8 +49,7 @@ def bootstrap_mean(
 ) -> Interval:
     """Return the mean of values [n], and the ``level`` middle of the means of n values drawn with replacement."""
     array = _checked("values", values)
-    if not 0 < level < 1:
-        raise PullbackError(f"level: expected a share between 0 and 1 such as 0.95, got {level}.")
+    _check_level(level)
     mean = float(array.mean())
     if len(array) == 1:  # every draw is the same, and scipy refuses it
         return Interval(mean, mean, mean)
@@ -88,6 +88,29 @@ def wilcoxon_p(first: Sequence[float] | np.ndarray, second: Sequence[float] | np
     return float(wilcoxon(differences).pvalue)
 
 
+def bootstrap_share(hits: Sequence[bool] | np.ndarray, *, level: float = 0.95) -> Interval:
+    """Return the share of hits [n] that are true, and its percentile bootstrap interval without drawing: a draw of n
+    of them with replacement is binomial."""
+    array = _checked_hits("hits", hits)
+    _check_level(level)
+    share, count = float(array.mean()), len(array)
+    from scipy.stats import binom  # half a second
+
+    low, high = binom.ppf([(1 - level) / 2, (1 + level) / 2], count, share) / count
+    return Interval(share, float(low), float(high))
+
+
+def mcnemar_p(first: Sequence[bool] | np.ndarray, second: Sequence[bool] | np.ndarray) -> float:
+    """Return the two-sided exact p of McNemar's test: whether ``first`` and ``second`` [n] are right on equally many of
+    the images on which one alone is right; 1 where there are none."""
+    a, b = _checked_hits("first", first), _checked_hits("second", second)
+    if a.shape != b.shape:
+        raise _unpaired(a, b)
+    one, other = int((a & ~b).sum()), int((b & ~a).sum())
+    tail = sum(math.comb(one + other, count) for count in range(min(one, other) + 1))
+    return min(1.0, 2 * tail / 2 ** (one + other))  # of whole numbers, so that nothing is lost
+
+
 def mean_and_error(values: Tensor) -> tuple[float, float]:
     """Return the mean of values [n] and its standard error std / sqrt(n); 0 for a single value, of unknown spread."""
     known = values.detach().double()
@@ -97,11 +120,27 @@ def mean_and_error(values: Tensor) -> tuple[float, float]:
 
 def _differences(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     if first.shape != second.shape:
-        raise ShapeError(
-            f"first, second: expected one value per image each, of the same images, got {len(first)} and {len(second)}."
-        )
+        raise _unpaired(first, second)
     difference: np.ndarray = first - second
     return difference
+
+
+def _unpaired(first: np.ndarray, second: np.ndarray) -> ShapeError:
+    return ShapeError(
+        f"first, second: expected one value per image each, of the same images, got {len(first)} and {len(second)}."
+    )
+
+
+def _check_level(level: float) -> None:
+    if not 0 < level < 1:
+        raise PullbackError(f"level: expected a share between 0 and 1 such as 0.95, got {level}.")
+
+
+def _checked_hits(name: str, values: Sequence[bool] | np.ndarray) -> np.ndarray:
+    array = _checked(name, values)
+    if not np.isin(array, (0, 1)).all():
+        raise PullbackError(f"{name}: expected true or false per image, got {shown(values)}.")
+    return array.astype(bool)
 
 
 def _checked(name: str, values: Sequence[float] | np.ndarray) -> np.ndarray:

@@ -10,11 +10,11 @@ cost.json, examples.npz, summary.json and, with labelled images, bank.npz; a sec
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -55,6 +55,7 @@ _HASH_DIGITS = 16
 _SECONDS, _FEWEST, _MOST = 0.5, 5, 30  # of each timing: about so long, and so many rounds
 
 Row = dict[str, Any]
+_Name = TypeVar("_Name", bound=Hashable)
 UNPRUNED = Rule("unpruned", "none", 0.0)
 """Its rows hold the k-NN hits of the model as it is."""
 
@@ -149,7 +150,7 @@ def run_comparison(request: PruneRequest, out: Path, progress: Progress) -> dict
     at_a_time = 1 if one_by_one else request.batch
     progress.work("pruning", len(files[: request.limit]) * len(wanted), "rows")
     for paths, images in batches(stream_images(files, pixels, request.limit), at_a_time, skipped):
-        keys, truth = [_key(path, request.images) for path in paths], [classes(path) for path in paths if classes]
+        keys, truth = [key_of(path, request.images) for path in paths], [classes(path) for path in paths if classes]
         batch = Batch(keys, images.to(backbone.device), truth)
         scores.begin(keys)
         _add_rows(rows, subject, models, batch, origin, bank, progress)
@@ -163,8 +164,8 @@ def run_comparison(request: PruneRequest, out: Path, progress: Progress) -> dict
         _write_examples(out, subject, shown, models, names, pixels)
     first = shown.images[:1]
 
-    timed = {rule: scores.pruned(rule, plain=True) for rule in wanted if sizes and scores.deployable(rule)}
-    notes += costs.complete(subject, timed, first, sizes, progress)
+    plain = {rule: scores.pruned(rule, plain=True) for rule in wanted if sizes and scores.deployable(rule)}
+    notes += costs.complete(subject, plain, first, sizes, progress)
     progress.stage("testing")
     unpruned = rows.of(UNPRUNED)
     document = {
@@ -376,20 +377,20 @@ def _settings(
         "seed": request.seed,
         "rank": request.rank,
         "distance": request.distance,
-        "head": [_network_hash(folder) for folder in request.heads] or None,
-        "spn": [_network_hash(folder) for folder in request.spns] or None,
+        "head": [network_hash(folder) for folder in request.heads] or None,
+        "spn": [network_hash(folder) for folder in request.spns] or None,
         "bank": None if request.bank is None else place_of(str(request.bank)),
         "labels": None if request.labels is None else place_of(str(request.labels)),
     }
 
 
-def _network_hash(folder: Path) -> str:
+def network_hash(folder: Path) -> str:
     """Return the hash of the weights in a folder of `save_pretrained`; of a hub id its name."""
     path = Path(model_folder(folder)) / WEIGHTS
     return file_hash(path)[:_HASH_DIGITS] if path.is_file() else str(folder)
 
 
-def _key(path: Path, source: str) -> str:
+def key_of(path: Path, source: str) -> str:
     """Return how a row names an image: by its path relative to the folder that was asked for, or to the part of a glob
     without wildcards, however that is spelled."""
     root = Path(source).expanduser()
@@ -452,10 +453,7 @@ class Costs:
         self._write()
         if all(model.has_output for model in models.values()):
             return []
-        return [
-            f"Operations and time are of the backbone with decoder {subject.decoder.name!r}: the model's own output "
-            "cannot be made of the tokens that these plans leave."
-        ]
+        return [not_the_own_output(subject, "Operations and time are")]
 
     def _write(self) -> None:
         document = {
@@ -466,19 +464,34 @@ class Costs:
         write_json(self._path, document)
 
     def _time(self, subject: Subject, models: Mapping[Rule, PrunedModel], images: Tensor) -> None:
-        unpruned, pruned = _calls(subject, models, images)
-        device = subject.backbone.device
-        once = milliseconds(unpruned, device, rounds=1).median / 1e3
-        rounds = min(_MOST, max(_FEWEST, round(_SECONDS / once)))
-        before, *after = race([unpruned, *pruned.values()], device, rounds)
-        for rule, timing in zip(pruned, after, strict=True):
-            beside = {"unpruned": before.median, "speedup": before.median / timing.median}
-            self.rules[rule]["milliseconds"][str(len(images))] = {**asdict(timing), **beside}
+        for rule, timing in timed(subject, models, images).items():
+            self.rules[rule]["milliseconds"][str(len(images))] = timing
+
+
+def timed(subject: Subject, models: Mapping[_Name, PrunedModel], images: Tensor) -> dict[_Name, Row]:
+    """Return the milliseconds of every model on images [B, 3, H, W], measured in turns with the unpruned one."""
+    unpruned, pruned = _calls(subject, models, images)
+    device = subject.backbone.device
+    once = milliseconds(unpruned, device, rounds=1).median / 1e3
+    rounds = min(_MOST, max(_FEWEST, round(_SECONDS / once)))
+    before, *after = race([unpruned, *pruned.values()], device, rounds)
+    return {
+        name: {**asdict(timing), "unpruned": before.median, "speedup": before.median / timing.median}
+        for name, timing in zip(pruned, after, strict=True)
+    }
+
+
+def not_the_own_output(subject: Subject, what: str) -> str:
+    """Return the note that what is measured is not the call of the model itself."""
+    return (
+        f"{what} of the backbone with decoder {subject.decoder.name!r}: the model's own output cannot be made of the "
+        "tokens that these plans leave."
+    )
 
 
 def _calls(
-    subject: Subject, models: Mapping[Rule, PrunedModel], images: Tensor
-) -> tuple[Callable[[], Any], dict[Rule, Callable[[], Any]]]:
+    subject: Subject, models: Mapping[_Name, PrunedModel], images: Tensor
+) -> tuple[Callable[[], Any], dict[_Name, Callable[[], Any]]]:
     """Return what a user runs: the model itself, and its pruned copies. Where its own output cannot be made of what
     they leave, only what the decoder reads is computed, by both."""
     if not all(model.has_output for model in models.values()):

@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,14 @@ from torch import Tensor, nn
 
 from pullback.backbones import Backbone
 from pullback.decoders import Decoder, task_distance
-from pullback.errors import PullbackError, naming
+from pullback.errors import DecoderError, PullbackError, naming
 from pullback.geometry.scores import exact_modes
 from pullback.operators.execution import matmul_precision
 from pullback.probes import ProbeMap
 from pullback.pruning.forward import StageRecord
 from pullback.pruning.model import PrunedModel
 from pullback.pruning.plan import PrunePlan, preset
+from pullback.pruning.resized import enlarged
 from pullback.pruning.scores import (
     Choice,
     Modes,
@@ -36,6 +38,7 @@ from pullback.pruning.scores import (
     metric_score,
 )
 from pullback.registry import PRESETS, SCORES, check_former_score, current_rule, load_plugins, resolve
+from pullback.tokens import TokenLayout
 
 
 @dataclass(frozen=True)
@@ -113,17 +116,48 @@ class Subject:
         """Return what the decoder reads from the unpruned model, for images [B, 3, H, W]."""
         with self.arithmetic():
             taps = self.backbone.features(images, self.decoder.layers)
-            return self._decoded([taps[layer] for layer in self.decoder.layers], images)
+            return self._decoded([taps[layer] for layer in self.decoder.layers], self.backbone.token_layout(images))
 
     @torch.no_grad()
     def output(self, model: PrunedModel, images: Tensor) -> tuple[Tensor, tuple[StageRecord, ...]]:
-        """Return what the decoder reads from a pruned model, and what every stage did."""
+        """Return what the decoder reads from a pruned model, and what every stage did. Maps of a picture that the plan
+        has shrunk are enlarged again, so that they can be compared with those of `full`."""
         with self.arithmetic():
-            run = model.run(images, self.decoder.layers)
-            return self._decoded(run.taps, images), run.records
+            run, whole = model.run(images, self.decoder.layers), self.backbone.token_layout(images)
+            output = self._decoded(run.taps, run.layout)
+        if self.dense and run.layout != whole:
+            output = self._enlarged(output, self.shape(whole))
+        return output, run.records
 
-    def _decoded(self, taps: Sequence[Tensor], images: Tensor) -> Tensor:
-        return self.decoder.output(taps, self.backbone.token_layout(images), self.backbone.norm).float()
+    @torch.no_grad()
+    def shape(self, layout: TokenLayout) -> tuple[int, ...]:
+        """Return the shape of what the decoder reads of one image whose tokens lie like this."""
+        if layout not in self._shapes:
+            tokens = self.backbone.norm.weight.new_zeros(1, layout.tokens, self.backbone.dim)
+            with self.arithmetic():
+                self._shapes[layout] = tuple(self._decoded([tokens] * len(self.decoder.layers), layout).shape[1:])
+        return self._shapes[layout]
+
+    @cached_property
+    def _shapes(self) -> dict[TokenLayout, tuple[int, ...]]:
+        return {}
+
+    def _decoded(self, taps: Sequence[Tensor], layout: TokenLayout) -> Tensor:
+        return self.decoder.output(taps, layout, self.backbone.norm).float()
+
+    def _enlarged(self, output: Tensor, wanted: tuple[int, ...]) -> Tensor:
+        """Enlarge what was read of a shrunk picture, maps [B, h, w] or [B, C, h, w], to the shape that it has at the
+        picture's own size; what has that shape already, such as an embedding or cells, stays as it is."""
+        shape = tuple(output.shape[1:])
+        if shape == wanted:
+            return output
+        larger = all(small < side for small, side in zip(shape[-2:], wanted[-2:], strict=True))
+        if len(shape) not in (2, 3) or shape[:-2] != wanted[:-2] or not larger:
+            raise DecoderError(
+                f"decoder: {self.decoder.name!r} reads {list(shape)} of a smaller picture and {list(wanted)} of the "
+                "whole one, and only maps [h, w] or [C, h, w] are enlarged again. Leave smaller pictures out."
+            )
+        return enlarged(output[:, None] if len(shape) == 2 else output, wanted[-2:]).reshape(-1, *wanted)
 
     @contextmanager
     def arithmetic(self) -> Iterator[None]:

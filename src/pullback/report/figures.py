@@ -29,6 +29,7 @@ from pullback.report.canvas import (
     title_at_the_top,
 )
 from pullback.report.heat import lay_over, limits, relative_energy, split_energy
+from pullback.report.pareto_figures import draw_pareto
 from pullback.report.prune_figures import draw_prune
 from pullback.report.run_figures import draw_plan, draw_training
 from pullback.report.wording import outside_patches, percent, sample_count, share, short_name, unit
@@ -45,8 +46,8 @@ def draw_all(folder: Path) -> list[str]:
     """Draw the figures of a folder, whichever run it holds, and return their names.
 
     A diagnosis has `spectrum.png` and a `tokens_*.png` for each layer; figures of an earlier run's layers are removed.
-    The demo's scenes have `scenes.png`, a pruning comparison `prune.png` and what goes with it, a plan `plan.png`, a
-    training run `training.png`.
+    The demo's scenes have `scenes.png`, a pruning comparison `prune.png` and what goes with it, methods at their
+    operating points `pareto.png`, a plan `plan.png`, a training run `training.png`.
     """
     for file, draw in _DRAWN.items():
         if (folder / file).is_file():
@@ -301,6 +302,7 @@ def _bar_below(grid: PictureGrid, first: int, columns: int, colours: ScalarMappa
 
 
 _DRAWN = {
+    files.PARETO: draw_pareto,
     files.SUMMARY: draw_prune,
     files.SCENES: draw_scenes,
     files.PLAN: draw_plan,

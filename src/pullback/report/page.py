@@ -22,6 +22,9 @@ from pullback.report.fates import lay_fates_over
 from pullback.report.figures import MAX_IMAGES, scene_name, scenes_png, spectrum_png, view_energies
 from pullback.report.heat import lay_over, limits, split_energy
 from pullback.report.html import colour_bar, data_uri, jpeg_uri, write_html
+from pullback.report.pareto_console import BANKS, TESTED, by_method, legend, method_name, sentence
+from pullback.report.pareto_console import notes as pareto_notes
+from pullback.report.pareto_figures import pareto_png
 from pullback.report.prune_console import by_rule, notes
 from pullback.report.prune_figures import curves_png, known, output_png, panel_name
 from pullback.report.run_figures import plan_png, training_png
@@ -33,6 +36,8 @@ PAGE_DPI = 110
 
 def write_page_of(folder: Path) -> Path | None:
     """Write the page of a folder, whichever run it holds; None where that has no page of its own (demo scenes)."""
+    if (folder / files.PARETO).is_file():
+        return write_pareto_page(folder)
     if (folder / files.SUMMARY).is_file():
         return write_prune_page(folder)
     if (folder / files.PLAN).is_file():
@@ -69,6 +74,25 @@ def write_prune_page(out: Path) -> Path:
         "output": _figure(partial(output_png, document, arrays)) if dense else None,
     }
     return write_html(out, "prune.html.j2", content)
+
+
+def write_pareto_page(out: Path) -> Path:
+    """Write `index.html` into the folder of methods at their operating points."""
+    document = files.read_pareto(out)
+    content = {
+        "document": document,
+        "measure": files.MEASURES[document["measure"]],
+        "methods": [(method_name(method), method["points"], points) for method, points in by_method(document)],
+        "points": sorted(document["points"], key=lambda point: -point["operations"]),
+        "legend": legend(document),
+        "tests": [sentence(test) for test in document["tests"]],
+        "tested": TESTED,
+        "banks": BANKS,
+        "notes": pareto_notes(document),
+        "sizes": sorted({size for point in document["points"] for size in point["milliseconds"]}, key=int),
+        "figure": _figure(partial(pareto_png, document), narrow=True) if document["points"] else None,
+    }
+    return write_html(out, "pareto.html.j2", content)
 
 
 def write_plan_page(out: Path) -> Path:

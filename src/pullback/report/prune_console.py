@@ -131,9 +131,14 @@ def notes(document: dict[str, Any]) -> list[str]:
     floored = max((rule.get("floored", 0.0) for rule in document["rules"]), default=0.0)
     if floored > 0:
         said.append(f"Up to {100 * floored:.2g} % of the pixels lie under the floor of log depth.")
+    return [*said, *skipped_files(document)]
+
+
+def skipped_files(document: dict[str, Any]) -> list[str]:
+    """Write which files could not be read, if any."""
     skipped = document["skipped"]
-    if skipped:
-        named = "; ".join(f"{image['file']}: {image['reason']}" for image in skipped[:_NAMED])
-        more = f"; and {len(skipped) - _NAMED} more" if len(skipped) > _NAMED else ""
-        said.append(f"skipped {counted(len(skipped), 'image file')}: {named}{more}")
-    return said
+    if not skipped:
+        return []
+    named = "; ".join(f"{image['file']}: {image['reason']}" for image in skipped[:_NAMED])
+    more = f"; and {len(skipped) - _NAMED} more" if len(skipped) > _NAMED else ""
+    return [f"skipped {counted(len(skipped), 'image file')}: {named}{more}"]

@@ -149,6 +149,17 @@ def with_current_names(summary: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+PARETO_SETTINGS = "pareto-settings.json"
+PARETO = "pareto.json"
+PARETO_FIGURE = "pareto.png"
+
+
+def read_pareto(folder: Path) -> dict[str, Any]:
+    """What `pullback pareto` found: the ``points`` of all methods with degradation, operations, time and neighbours,
+    the ``frontiers`` of the methods, and the ``tests`` at each of the ``budgets``."""
+    return read_json(folder / PARETO)
+
+
 def read_examples(folder: Path) -> dict[str, np.ndarray]:
     """``pictures`` uint8 [b, h, w, 3] with ``names`` [b]; for each of the panels (``presets``, ``scores``, ``ratios``
     [p]) the ``fates`` uint8 [p, b, rows, columns], the patch a removed one was matched to (``partners`` int

@@ -17,11 +17,17 @@ from pullback.runs.files import WEIGHTS, make_folder
 class _Kind(NamedTuple):
     holds: str  # what the error message calls the results
     files: tuple[str, ...]  # a folder with one of these holds them
+    unless: tuple[str, ...] = ()  # but not beside one of these, of another kind that has a file of the same name
 
 
 KINDS = {
     "diagnose": _Kind("a diagnosis", (documents.DIAGNOSIS,)),
-    "prune": _Kind("a comparison of pruning rules", (documents.SETTINGS, documents.ROWS, documents.SUMMARY)),
+    "prune": _Kind(
+        "a comparison of pruning rules",
+        (documents.SETTINGS, documents.ROWS, documents.SUMMARY),
+        unless=(documents.PARETO_SETTINGS,),
+    ),
+    "pareto": _Kind("a comparison of methods at their operating points", (documents.PARETO_SETTINGS, documents.PARETO)),
     "targets": _Kind("targets", (documents.TARGETS,)),
     "train": _Kind("a training run", (documents.CHECKPOINT, documents.METRICS)),
     "plan": _Kind("a pruned model", (documents.PRUNED,)),
@@ -48,7 +54,7 @@ def check_kind(out: str | os.PathLike[str], kind: str) -> None:
     path = Path(out)
     if _found(path, kind):
         return
-    for other, (holds, _) in KINDS.items():
+    for other, (holds, *_) in KINDS.items():
         found = _found(path, other)
         if found:
             command = "" if other == "model" else f" of `pullback {other}`"
@@ -60,4 +66,6 @@ def check_kind(out: str | os.PathLike[str], kind: str) -> None:
 
 def _found(path: Path, kind: str) -> list[str]:
     """Return which files of this kind of run are in the folder."""
+    if any((path / name).is_file() for name in KINDS[kind].unless):
+        return []
     return [name for name in KINDS[kind].files if (path / name).is_file()]

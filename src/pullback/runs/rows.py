@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +22,24 @@ class Rows:
 
     def read(self, *, cut: bool = True) -> list[dict[str, Any]]:
         """Return all whole rows; an empty list where there is no file yet. ``cut``: whether to write at all."""
+        return list(self.each(cut=cut))
+
+    def each(self, *, cut: bool = True) -> Iterator[dict[str, Any]]:
+        """Yield what `read` returns, one by one: of a long file there is less in memory."""
         if not self.path.is_file():
-            return []
+            return
         content = self.path.read_bytes()
         whole = content[: content.rfind(b"\n") + 1]
         if cut and whole != content:
             write_bytes(self.path, whole)
-        rows = []
         for number, line in enumerate(whole.splitlines(), start=1):
             try:
-                rows.append(json.loads(line))
+                row = json.loads(line)
             except ValueError as error:  # of JSON or of UTF-8
                 raise FileError(
                     f"out: line {number} of {self.path} is no JSON ({error}). Choose another folder."
                 ) from None
-        return rows
+            yield row
 
     def add(self, rows: Iterable[Mapping[str, Any]], *, durable: bool = False) -> None:
         """Append rows, all or none of them. NaN and infinity are refused: strict JSON has no words for them.
