@@ -1,7 +1,7 @@
 """What a pruned model computes, as a share of what the blocks of the whole model compute: counted, and by formula.
 
-A block with n tokens of width D, of which r rows go on (n, or the class token alone), heads of A numbers together and an
-MLP with M weights takes, a multiplication and an addition counted as two,
+A block with n tokens of width D, of which r rows go on (n, or the class token alone), heads of A numbers together and
+an MLP with M weights takes, a multiplication and an addition counted as two,
 
     queries and projection 4 r D A,   keys and values 4 n D A,   attention 4 r n A,   MLP 2 r M
 
@@ -21,11 +21,11 @@ from pullback.backbones import Backbone
 from pullback.backbones.block import Block
 from pullback.evaluation.cost import flops
 from pullback.pruning import resized
-from pullback.pruning.forward import ScoreContext, TokenState, after_stage, decide
+from pullback.pruning.forward import TokenState, after_stage, decide
 from pullback.pruning.matching import ALIGNED
 from pullback.pruning.model import PrunedModel
 from pullback.pruning.plan import PrunePlan
-from pullback.pruning.scores import Choice
+from pullback.pruning.scores import Choice, ScoreContext
 from pullback.tokens import TokenLayout
 
 _TOKENS = (1.0, 0.8, 0.6, 0.4)  # shares of the sequence at which a stage is counted,

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from pullback.pruning.budget import Forecast
+from pullback.pruning.forecast import Forecast
 from pullback.runs.documents import PLAN
 from pullback.runs.files import write_json
 from pullback.runs.provenance import provenance
