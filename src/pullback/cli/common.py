@@ -225,6 +225,14 @@ def parse_size(text: str | None) -> int | tuple[int, int] | None:
     return (int(match[1]), int(match[2])) if match[2] else int(match[1])
 
 
+def parse_held_out(text: str) -> str | float:
+    """Read a share such as 0.1, or return the name of images."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
 def refuse_scenes(model: str, command: str, instead: str, page: str = "docs/guide/vggt.md") -> None:
     """Refuse a VGGT before it is loaded: its samples are scenes of several views, the command reads single images."""
     from pullback.backbones import entry_of

@@ -153,12 +153,10 @@ def plan_pruning(
     ]
     rivals = rival_ladders(model, planner.formula.patches(None), bare, pictures[1:], output)
     contest = CONTESTS[name](planner, limit)
-    points, others = contest.run(ladders, rivals)
-    tuned: PrunedModel | None = None
-    best = points[0]
-    if options is not None:
-        best, tuned = _tuned(contest, ladders, points, options)
-    forecast = _forecast(planner, name, best, tuned, others)
+    points, others = contest.run(ladders, list(rivals.values()))
+    notes += [f"{rival} cannot meet the budget" for rival, own in zip(rivals, others, strict=True) if own is None]
+    best, tuned = (points[0], None) if options is None else _tuned(contest, ladders, points, options)
+    forecast = _forecast(planner, name, best, tuned, [point for point in others if point is not None])
     assert forecast.model is not None
     for note in forecast.plan.notes(forecast.model.backbone.depth):  # of this one alone, not of all that were tried
         logger.warning(note)
@@ -224,7 +222,7 @@ def _checked_sizes(sizes: Any, patch: int, own: int, name: str) -> list[int]:
 
 def rival_ladders(
     model: nn.Module, patches: int, bare: Plan, sizes: Sequence[int | None], output: str
-) -> list[list[Ladder]]:
+) -> dict[str, list[Ladder]]:
     """Return what users would try first: a smaller picture alone, and ToMe with as many tokens in every block, or
     decreasing. Of each list the best ladder speaks for it."""
     most = max(1, patches // 2)
@@ -233,8 +231,10 @@ def rival_ladders(
         merged = step + 1 if inflection == 0 else (step + 1, inflection)
         return plan_for(model, "tome", r=merged, output=output)
 
-    rivals = [[Ladder(most, partial(tome, inflection)) for inflection in (0, -1)]]
-    return [[Ladder(len(sizes), lambda step: replace(bare, size=sizes[step]))], *rivals] if sizes else rivals
+    rivals = {"ToMe": [Ladder(most, partial(tome, inflection)) for inflection in (0, -1)]}
+    if not sizes:
+        return rivals
+    return {"a smaller picture alone": [Ladder(len(sizes), lambda step: replace(bare, size=sizes[step]))], **rivals}
 
 
 # Tuning
@@ -294,27 +294,17 @@ def _forecast(
     """Measure the chosen plan, and the alternatives, on the images that did not choose."""
     plan = best.plan
     assert isinstance(plan, PrunePlan)
-    planner.progress.stage("estimating what to expect")
+    planner.progress.stage("measuring what to expect")
     model = planner.build(plan) if tuned is None else tuned
     values = planner.estimated(model)
     mean, error = mean_and_error(values)
     interval = bootstrap_mean(values.numpy(), generator=np.random.default_rng(0))
     timed = best.milliseconds
     time = timed if timed is not None else planner.calibration.milliseconds(model)
-    tried = planner.tries.all()
-    cost = planner.predicted if timed is None else None
     trials = tuple(
-        Trial(
-            plan.stages,
-            plan.ratio,
-            cost(plan) if cost is not None else None,
-            float(values.mean()),
-            plan.size,
-            plan.shares,
-            len(values),
-        )
-        for plan, values in tried.items()
-        if isinstance(plan, PrunePlan)
+        Trial(own.stages, own.ratio, planner.predicted(own), float(seen.mean()), own.size, own.shares, len(seen))
+        for own, seen in planner.tries.all().items()
+        if isinstance(own, PrunePlan)
     )
     return Forecast(
         plan=plan,
@@ -329,18 +319,20 @@ def _forecast(
         budget=budget,  # type: ignore[arg-type]
         interval=(interval.low, interval.high),
         alternatives=tuple(
-            _alternative(planner, other, values) for other in others if tuned is not None or other.plan != plan
+            _alternative(planner, other, values, tuned is not None)
+            for other in others
+            if tuned is not None or other.plan != plan
         ),
         tuning=model.tuning,
         model=model,
     )
 
 
-def _alternative(planner: Planner, point: Point, values: Tensor) -> Alternative:
+def _alternative(planner: Planner, point: Point, values: Tensor, tuned: bool) -> Alternative:
     """Compare an alternative with the plan's degradations ``values`` of the same images."""
     own = planner.estimated(planner.build(point.plan)).numpy()
     return Alternative(
-        name_of(point.plan),
+        name_of(point.plan) + (", not tuned" if tuned else ""),
         point.plan,
         point.flops,
         bootstrap_mean(own, generator=np.random.default_rng(0)),

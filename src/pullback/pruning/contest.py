@@ -180,8 +180,9 @@ class Contest:
     def __init__(self, planner: Planner, limit: float) -> None:
         self.planner, self.limit = planner, limit
 
-    def run(self, ladders: list[Ladder], rivals: list[list[Ladder]]) -> tuple[list[Point], list[Point]]:
-        """Return the best plans that meet the budget, the best first, and the best one of each rival that has any."""
+    def run(self, ladders: list[Ladder], rivals: list[list[Ladder]]) -> tuple[list[Point], list[Point | None]]:
+        """Return the best plans that meet the budget, the best first, and the best of each group of rivals, None where
+        none meets it."""
         planner = self.planner
         found = self.search(self.worthwhile(ladders))
         planner.progress.stage("trying a smaller picture alone, and ToMe")
@@ -192,8 +193,9 @@ class Contest:
         own = sorted((points[one] for one in found if one in points), key=self.value)
         if not own:
             raise self.impossible(ladders)
-        best = [min((points[one] for one in group if one in points), key=self.value, default=None) for group in against]
-        return own, [point for point in best if point is not None]
+        return own, [
+            min((points[one] for one in group if one in points), key=self.value, default=None) for group in against
+        ]
 
     def search(self, ladders: list[Ladder]) -> list[Found]:
         """Return the best ladders, each with the step that meets the budget."""

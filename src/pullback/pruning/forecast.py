@@ -14,7 +14,8 @@ from pullback.pruning.plan import BlockPlan, Plan, PrunePlan
 
 @dataclass(frozen=True)
 class Trial:
-    """What was measured of one plan on the way: None where it was not needed. ``images``: on how many."""
+    """What was seen of one plan on the way: its operations by formula as ``cost``, and its mean degradation on so many
+    ``images``."""
 
     stages: tuple[int, ...]
     ratio: float
