@@ -184,9 +184,9 @@ class Contest:
         """Return the best plans that meet the budget, the best first, and the best of each group of rivals, None where
         none meets it."""
         planner = self.planner
-        found = self.search(self.worthwhile(ladders))
+        found = self.search(self.worthwhile(ladders), planner.progress)
         planner.progress.stage("trying a smaller picture alone, and ToMe")
-        against = [[one for ladder in group for one in self._alone(ladder)] for group in rivals]
+        against = [[one for ladder in group for one in self.search([ladder], Progress())] for group in rivals]
         planner.progress.stage("measuring the best plans")
         everything = [*found, *(one for group in against for one in group)]
         points = self.measured(everything)
@@ -197,7 +197,7 @@ class Contest:
             min((points[one] for one in group if one in points), key=self.value, default=None) for group in against
         ]
 
-    def search(self, ladders: list[Ladder]) -> list[Found]:
+    def search(self, ladders: list[Ladder], progress: Progress) -> list[Found]:
         """Return the best ladders, each with the step that meets the budget."""
         raise NotImplementedError
 
@@ -221,14 +221,6 @@ class Contest:
         """Return the mean degradation over all images that choose."""
         return self.planner.tries.mean(plan, self.planner.tries.images)
 
-    def _alone(self, ladder: Ladder) -> list[Found]:
-        """Return what one ladder has within the budget, which nobody is told of."""
-        own, self.planner.progress = self.planner.progress, Progress()
-        try:
-            return self.search([ladder])
-        finally:
-            self.planner.progress = own
-
     def _without_needless(self, ladders: list[Ladder], cost: Callable[[Plan], float]) -> list[Ladder]:
         """Leave out stages for pictures that, left whole, are within the budget already: they could only do harm."""
         alone = next(ladder for ladder in ladders if ladder.stays)
@@ -240,9 +232,9 @@ class Contest:
 class WithinOperations(Contest):
     """The least degradation with at most a share of the operations."""
 
-    def search(self, ladders: list[Ladder]) -> list[Found]:
+    def search(self, ladders: list[Ladder], progress: Progress) -> list[Found]:
         planner = self.planner
-        return best_within_cost(ladders, planner.predicted, planner.tries, self.limit, planner.progress)
+        return best_within_cost(ladders, planner.predicted, planner.tries, self.limit, progress)
 
     def worthwhile(self, ladders: list[Ladder]) -> list[Ladder]:
         return self._without_needless(ladders, self.planner.predicted)
@@ -276,9 +268,9 @@ class WithinOperations(Contest):
 class WithinDegradation(Contest):
     """The fewest operations with a mean degradation of at most the limit."""
 
-    def search(self, ladders: list[Ladder]) -> list[Found]:
+    def search(self, ladders: list[Ladder], progress: Progress) -> list[Found]:
         planner = self.planner
-        return cheapest_within_degradation(ladders, planner.predicted, planner.tries, self.limit, planner.progress)
+        return cheapest_within_degradation(ladders, planner.predicted, planner.tries, self.limit, progress)
 
     def worthwhile(self, ladders: list[Ladder]) -> list[Ladder]:
         """Leave out stages for pictures that are too small even if they are left whole."""
@@ -309,9 +301,9 @@ class WithinTime(Contest):
         super().__init__(planner, limit)
         self._coefficients: np.ndarray | None = None
 
-    def search(self, ladders: list[Ladder]) -> list[Found]:
+    def search(self, ladders: list[Ladder], progress: Progress) -> list[Found]:
         planner = self.planner
-        return best_within_cost(ladders, self.predicted, planner.tries, self.limit, planner.progress)
+        return best_within_cost(ladders, self.predicted, planner.tries, self.limit, progress)
 
     def worthwhile(self, ladders: list[Ladder]) -> list[Ladder]:
         self._time(ladders)
