@@ -101,7 +101,7 @@ class Stage(nn.Module):
         plan, x = self.pruned.plan, whole_sequence(tokens)
         context = ScoreContext(self.pruned.backbone, plan.stages[0], self.layout, x.positions, x.sizes, tokens)
         count = plan.counts(self.layout.patches)[0]
-        matching, weights = decide(tokens, context, plan, self.pruned.scores[0], count, plan.gates[0])
+        matching, weights = decide(tokens, context, plan, self.pruned.scores[0], count, (plan.gates[0], plan.fades[0]))
         return after_stage(x, matching, weights, plan).values
 
 

@@ -200,7 +200,12 @@ def prose(path: Path) -> str:
     return " ".join(re.sub(r"`[^`]*`", "", text).split())
 
 
-@pytest.mark.parametrize("path", tables.pages(), ids=lambda path: path.relative_to(common.ROOT).as_posix())
+# The cards of heads are made whole from the configurations beside them, to which tests/recipes/test_importance_heads.py
+# holds them.
+WRITTEN = [path for path in tables.pages() if not path.parent.name.endswith("-heads")]
+
+
+@pytest.mark.parametrize("path", WRITTEN, ids=lambda path: path.relative_to(common.ROOT).as_posix())
 def test_no_measured_figure_stands_outside_a_generated_block(path):
     text = prose(path)
     for setting in SETTINGS:

@@ -179,7 +179,10 @@ def test_quantised_weights_have_none():
 def test_all_that_comes_with_the_package_is_a_model_or_has_a_kind_and_a_fingerprint():
     folders = sorted(path for path in models.WEIGHTS.iterdir() if path.is_dir())
     assert {path.name for path in folders} >= set(EMBEDDED)
-    for folder in folders:
+    groups = {folder for folder in folders if folder.name.endswith("-heads")}  # one folder for each head
+    assert all((group / "README.md").is_file() for group in groups)
+    each = [folder for folder in folders if folder not in groups]
+    for folder in [*each, *(path for group in groups for path in group.iterdir() if path.is_dir())]:
         assert {"config.json", "model.safetensors", "README.md"} <= {path.name for path in folder.iterdir()}
         if folder.name not in EMBEDDED:
             config = json.loads((folder / "config.json").read_text(encoding="utf-8"))

@@ -216,6 +216,14 @@ def test_the_gate_drops_what_has_no_similar_partner(backbone, images):
     assert shares[0] >= shares[1] >= shares[2]
 
 
+def test_with_the_fade_at_the_gate_tokens_are_merged_whole_and_far_above_it_hardly(backbone, images):
+    plan = PrunePlan((2,), (0.4,), gates=(0.5,), sizes=True)
+    hard, same, soft = (run(backbone, images, replace(plan, fades=fades)) for fades in ((), (0.5,), (1e6,)))
+    assert torch.equal(hard.taps[-1], same.taps[-1]) and torch.equal(hard.log_sizes, same.log_sizes)
+    assert hard.log_sizes.max() > 0.6 and soft.log_sizes.max() < 1e-4
+    assert torch.equal(hard.records[0].merged, soft.records[0].merged)  # in part is merged, too
+
+
 def head_for(**origin):
     return ImportanceHead.from_config(HeadConfig(64, 16, 4, origin=Origin(**origin))).double()
 

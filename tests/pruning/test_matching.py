@@ -159,6 +159,29 @@ def test_cosine_matching_finds_the_most_similar_allowed_token():
             assert merged[image, number] == (cosine.max() > 0.1)
 
 
+def test_between_gate_and_fade_a_share_is_merged_that_weighs_and_counts_as_much():
+    tokens, weights = random_normal(2, 9, 5), random_normal(2, 9, seed=2).abs()
+    kept, removed = lowest(random_normal(2, 9, seed=1), 4, prefix=1)
+    allowed = (torch.arange(9) > 0).expand(2, -1)
+    destination, shares = match_by_cosine(cosines(tokens), kept, removed, allowed, gate=-0.2, fade=0.6)
+    matching = Matching(kept, removed, destination, shares)
+    merged, counts = matching.merge(tokens, weights), matching.add(torch.ones(2, 9).to(tokens))
+    partly = 0
+    for image in range(2):
+        for place, b in enumerate(kept[image]):
+            content, weight, count = weights[image, b] * tokens[image, b], weights[image, b], 1.0
+            for number, a in enumerate(removed[image]):
+                if destination[image, number] == place:
+                    cosine = torch.cosine_similarity(tokens[image, a], tokens[image, b], dim=0)
+                    share = min(1.0, max(0.0, (float(cosine) + 0.2) / 0.8))
+                    partly += 0 < share < 1
+                    content = content + share * weights[image, a] * tokens[image, a]
+                    weight, count = weight + share * weights[image, a], count + share
+            torch.testing.assert_close(merged[image, place], content / weight)
+            torch.testing.assert_close(counts[image, place], torch.tensor(count).to(counts))
+    assert partly
+
+
 def test_without_any_allowed_token_nothing_is_merged():
     tokens = random_normal(1, 4, 3)
     nobody = torch.zeros(1, 4, dtype=torch.bool)

@@ -84,6 +84,19 @@ def test_a_model_that_is_there_already(tmp_path):
     torch.testing.assert_close(again(images).pooler_output, fast(images).pooler_output, rtol=1e-5, atol=1e-5)
 
 
+def test_a_folder_without_the_model_is_small_and_takes_it_as_an_argument(tmp_path):
+    model, images = model_of("dinov2"), images_for("dinov2", (3, 3))
+    fast = pruned(model)
+    fast.save_pretrained(tmp_path)
+    fast.save_pretrained(tmp_path, weights=False)  # over one with the model, which is not left there
+    assert not (tmp_path / "model").exists()
+    again = pb.PrunedModel.from_pretrained(tmp_path, model=model)
+    assert again.model is model
+    assert torch.equal(again(images).pooler_output, fast(images).pooler_output)
+    with pytest.raises(ModelError, match=r"has no model/"):
+        pb.PrunedModel.from_pretrained(tmp_path)
+
+
 def test_what_cannot_be_saved_is_refused(tmp_path):
     model = model_of("dinov2")
     own = pb.prune(model, lambda tokens, context: tokens.norm(dim=-1), ratio=0.5, stages=[0])

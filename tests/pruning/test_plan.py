@@ -61,6 +61,8 @@ def test_stages_that_are_no_block_indices(stages):
         ({"stages": (True,)}, "stages: expected block indices"),
         ({"shares": (0.1, 0.1)}, "shares: expected one for each of 1 stages, got 2"),
         ({"gates": (0.1, 0.1)}, "gates: expected one for each of 1 stages, got 2"),
+        ({"fades": (0.9, 0.9)}, "fades: expected one for each of 1 stages, got 2"),
+        ({"gates": (0.6,), "fades": (0.5,)}, r"fades: expected cosines that are not under the gates \[0\.6\], got"),
         ({"match": "nearest"}, "match: expected one of none, task, cosine, bipartite, strided, got 'nearest'"),
         ({"reinsert": "yes"}, "reinsert: expected one of none, frozen, drift, copy, got 'yes'"),
         ({"trust": "much"}, "trust: expected a power of the score, 0 or more, got 'much'"),

@@ -111,7 +111,7 @@ def forward(
     layout = backbone.token_layout(images)
     counts = dict(zip(plan.stages, plan.counts(layout.patches), strict=True))
     choices = dict(zip(plan.stages, scores, strict=True))
-    gates = dict(zip(plan.stages, plan.gates, strict=True))
+    gates = dict(zip(plan.stages, zip(plan.gates, plan.fades, strict=True), strict=True))
     x = whole_sequence(backbone.embed(images))
     taps: dict[int, Tensor] = {}
     leftovers: list[Leftover] = []
@@ -150,10 +150,13 @@ def decide(
     plan: PrunePlan,
     score: Score,
     count: int,
-    gate: float,
+    gate: tuple[float, float],
     modes: Modes | None = None,
 ) -> tuple[Matching, Tensor]:
-    """Decide one stage: return the matching of tokens [B, N, D], and the weights [B, N] of a merge."""
+    """Decide one stage: return the matching of tokens [B, N, D], and the weights [B, N] of a merge.
+
+    ``gate``: the cosine from which on tokens are merged, and that from which on they are merged whole.
+    """
     scores = stored(scored(tokens, context, score))
     if plan.match == "none" and plan.reinsert in ("none", "frozen") and plan.select == "score":
         kept, removed = lowest(scores, count, context.prefix)
@@ -168,7 +171,7 @@ def decide(
         assert modes is not None
         destination, merged = match_by_task(tokens, modes(tokens, context), kept, removed, context.prefix)
     else:
-        destination, merged = match_by_cosine(cosine, kept, removed, allowed, gate)
+        destination, merged = match_by_cosine(cosine, kept, removed, allowed, *gate)
         merged = torch.zeros_like(merged) if plan.match == "none" else merged
     weights = context.sizes
     if plan.weighting == "importance":
@@ -215,7 +218,7 @@ def whole_sequence(tokens: Tensor) -> TokenState:
 def stage_record(layer: int, positions: Tensor, matching: Matching) -> StageRecord:
     """Translate a matching into places of the full sequence, with the ``positions`` [B, N] before the stage."""
     kept = matching.keep(positions)
-    return StageRecord(layer, kept, matching.take(positions), rows(kept, matching.destination), matching.merged)
+    return StageRecord(layer, kept, matching.take(positions), rows(kept, matching.destination), matching.merged > 0)
 
 
 def prepared(

@@ -33,14 +33,14 @@ FEW_PAIRS = 1 << 21
 class Matching:
     """A split of N tokens into K kept and R removed ones, each of which has a partner among the kept.
 
-    ``merged`` [B, R]: its content goes into the partner; otherwise it is dropped, and the partner is only the token
-    that its reconstruction follows.
+    ``merged`` [B, R]: the share of it that goes into the partner, as a bool all or nothing. What is left of it is
+    dropped; of a token that is dropped entirely the partner is only the one that its reconstruction follows.
     """
 
     kept: Tensor  # [B, K] indices into the sequence, ascending
     removed: Tensor  # [B, R]
     destination: Tensor  # [B, R] indices into `kept`
-    merged: Tensor  # [B, R] bool
+    merged: Tensor  # [B, R], from 0 to 1, or bool
 
     def keep(self, x: Tensor) -> Tensor:
         """Return the rows of the kept tokens: [B, N, ...] -> [B, K, ...]."""
@@ -89,8 +89,7 @@ class Matching:
         """Return values [B, R] of merged tokens in the row of their partner: [B, K, R]. A product with it is
         deterministic, which adding rows by index is not on a GPU."""
         partners = torch.arange(self.kept.shape[1], device=values.device)
-        arrives = (self.destination[:, None] == partners[:, None]) & self.merged[:, None]
-        return arrives * values[:, None]
+        return (self.destination[:, None] == partners[:, None]) * (self.merged * values)[:, None]
 
 
 def rows(x: Tensor, index: Tensor) -> Tensor:
@@ -202,17 +201,21 @@ def removal_costs(scores: Tensor, distances: Tensor, trust: float) -> Tensor:
 
 
 def match_by_cosine(
-    cosine: Tensor, kept: Tensor, removed: Tensor, allowed: Tensor, gate: float
+    cosine: Tensor, kept: Tensor, removed: Tensor, allowed: Tensor, gate: float, fade: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """Find the most similar kept token among ``allowed`` [B, N] for each removed one: (destination, merged) [B, R].
 
-    A token is merged where the cosine is above ``gate``, and only into an allowed one.
+    A token is merged where the cosine is above ``gate``, and only into an allowed one: all of it, or, with a ``fade``
+    above the gate, the share min(1, (cosine - gate) / (fade - gate)).
     """
     stays = torch.zeros_like(allowed).scatter(1, kept, True)
     best, partner = most_similar(rows(cosine, removed), stored(allowed & stays)[:, None])
     place = stays.cumsum(1) - 1  # of a kept token among the kept
     destination = rows(place, partner.clamp_max(allowed.shape[1] - 1)).clamp_min(0)
-    return destination, best > max(gate, NOBODY)
+    merged = best > max(gate, NOBODY)
+    if fade is None or fade <= gate:
+        return destination, merged
+    return destination, ((best - gate) / (fade - gate)).clamp(0, 1) * merged
 
 
 def match_by_task(tokens: Tensor, modes: Tensor, kept: Tensor, removed: Tensor, prefix: int) -> tuple[Tensor, Tensor]:

@@ -251,6 +251,7 @@ class PrunedModel(Pruned):
     ) -> None:
         super().__init__()
         _check_model(model)
+        of_kind("plan", plan, Plan, "a PrunePlan or a BlockPlan; pb.prune makes one of a preset")
         self.model, self.plan = model, plan
         self.tuned: TunedVectors | None
         self.register_module("tuned", None)
@@ -394,14 +395,17 @@ class PrunedModel(Pruned):
             return published.forward(self.backbone, images, self.plan, layers=layers)
         return forward(self.backbone, images, self.plan, self.scores, layers=layers, modes=self.modes)
 
-    def save_pretrained(self, folder: str | Path, *, processor: Any | None = None) -> Path:
-        """Write the plan, the heads and the model, for `from_pretrained`. What cannot be saved is refused before.
+    def save_pretrained(self, folder: str | Path, *, processor: Any | None = None, weights: bool = True) -> Path:
+        """Write the plan, the heads, tuned vectors and the model, for `from_pretrained`. What cannot be saved is refused
+        before.
 
         ``processor``: the model's image processor, for AutoImageProcessor.from_pretrained(folder); by default the one
-        beside the weights that the model was loaded from, where there is one. A model of your own without
-        save_pretrained is left out, and passed to `from_pretrained`.
+        beside the weights that the model was loaded from, where there is one. ``weights``: False leaves the model out,
+        as is a model of your own without save_pretrained; `from_pretrained` takes it as an argument then. Plan, heads
+        and tuned vectors are small.
         """
         of_kind("folder", folder, (str, os.PathLike), "a folder to write")
+        of_kind("weights", weights, bool, "True or False")
         folder = Path(folder)
         if processor is not None and not hasattr(processor, "save_pretrained"):
             raise ModelError(
@@ -423,7 +427,9 @@ class PrunedModel(Pruned):
         make_folder(folder)
         for network, entry in entries.items():
             network.save_pretrained(folder / entry["head"])
-        saved = _write_model(self.model, folder / MODEL)
+        saved = weights and _write_model(self.model, folder / MODEL)
+        if not weights:
+            shutil.rmtree(folder / MODEL, ignore_errors=True)  # one that was saved here before would be loaded instead
         for place in (folder, folder / MODEL) if saved else (folder,):
             for name, content in published.items():
                 write_bytes(place / name, content)

@@ -112,7 +112,9 @@ class PrunePlan(Plan):
     the two factors of `eq:pruning_bound`; less of it lets the distance count for more.
     ``match``: the partner of a removed token is the nearest kept one by d_task (`eq:dtask`) or by cosine, or by cosine
     among every other patch (ToMe's second set) or a strided grid; "none" drops what is removed.
-    ``gates``: for each stage the cosine under which a token is dropped rather than merged.
+    ``gates``: for each stage the cosine under which a token is dropped rather than merged. ``fades``: the cosine from
+    which on all of it is merged; in between a share that grows from 0 to 1 is, so that it weighs and counts as less
+    than a token. By default the gates: no token is merged in part.
     ``weighting`` of the mean that replaces the partner. ``sizes``: later attention counts a token as often as what it
     stands for. ``safe``: nothing is merged into tokens of unusual norm.
     ``reinsert``: how removed tokens come back where a decoder reads them: as they were (the paper), moved as far as
@@ -125,6 +127,7 @@ class PrunePlan(Plan):
     select: Select = "score"
     match: Match = "cosine"
     gates: tuple[float, ...] = ()
+    fades: tuple[float, ...] = ()
     weighting: Weighting = "importance"
     sizes: bool = False
     safe: bool = False
@@ -136,6 +139,7 @@ class PrunePlan(Plan):
         object.__setattr__(self, "stages", as_blocks(self.stages))
         object.__setattr__(self, "shares", as_shares(self.shares, len(self.stages)))
         object.__setattr__(self, "gates", tuple(self.gates) or (-1.0,) * len(self.stages))
+        object.__setattr__(self, "fades", tuple(self.fades) or self.gates)
         self._check_input()
         self._check_stages()
         self._check_words()
@@ -145,9 +149,13 @@ class PrunePlan(Plan):
             raise PullbackError(f"stages: expected block indices from 0, got {list(self.stages)}.")
         if list(self.stages) != sorted(set(self.stages)):
             raise PullbackError(f"stages: expected ascending blocks, each once, got {list(self.stages)}.")
-        for name, values in (("shares", self.shares), ("gates", self.gates)):
+        for name, values in (("shares", self.shares), ("gates", self.gates), ("fades", self.fades)):
             if len(values) != len(self.stages):
                 raise PullbackError(f"{name}: expected one for each of {len(self.stages)} stages, got {len(values)}.")
+        if any(fade < gate for gate, fade in zip(self.gates, self.fades, strict=True)):
+            raise PullbackError(
+                f"fades: expected cosines that are not under the gates {list(self.gates)}, got {list(self.fades)}."
+            )
         if not all(math.isfinite(share) and share >= 0 for share in self.shares) or self.ratio >= 1:
             raise PullbackError(
                 f"ratio: expected a share of the patch tokens from 0 up to, but without, 1, got {self.ratio:g}"

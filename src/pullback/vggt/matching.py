@@ -169,7 +169,7 @@ def _decide_within_views(
 ) -> tuple[Matching, Tensor]:
     """Decide as for images, but for the strided grid: it widens with the ratio, so that enough is left to remove."""
     if plan.match != "strided":
-        return decide(tokens, context, plan, lambda *_: scores, count, gate)
+        return decide(tokens, context, plan, lambda *_: scores, count, (gate, gate))
     grid = grid_points(context.layout, plan.ratio).to(tokens.device)[context.positions]
     order = torch.arange(tokens.shape[1], device=tokens.device)
     groups = group_tokens(tokens, scores, plan, count, order, context.prefix, grid, gate)

@@ -60,6 +60,10 @@ class PrunedVGGT(Pruned):
     def __init__(self, model: VGGT, plan: PrunePlan, scores: Sequence[Choice], scope: Scope) -> None:
         super().__init__()
         _check_model(model)
+        if plan.fades != plan.gates:
+            raise PullbackError(
+                f"fades: tokens of views are merged whole or not at all, got {list(plan.fades)}. Leave it out."
+            )
         self.model, self.plan, self.scope = model, plan, scope
         self.backbone = adapt(model, type(model).__name__)
         self.scores = stage_scores(self.backbone, plan, scores, lambda choice: _score(choice, plan.ratio))
