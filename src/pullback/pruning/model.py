@@ -396,8 +396,8 @@ class PrunedModel(Pruned):
         return forward(self.backbone, images, self.plan, self.scores, layers=layers, modes=self.modes)
 
     def save_pretrained(self, folder: str | Path, *, processor: Any | None = None, weights: bool = True) -> Path:
-        """Write the plan, the heads, tuned vectors and the model, for `from_pretrained`. What cannot be saved is refused
-        before.
+        """Write the plan, the heads, tuned vectors and the model, for `from_pretrained`. What cannot be saved is
+        refused before.
 
         ``processor``: the model's image processor, for AutoImageProcessor.from_pretrained(folder); by default the one
         beside the weights that the model was loaded from, where there is one. ``weights``: False leaves the model out,

@@ -12,6 +12,7 @@ depends on its score, so it is counted on a few numbers of tokens, and read from
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -103,8 +104,9 @@ class PredictedOperations:
     def stage(self, layer: int) -> StageOperations:
         """Return what choosing and merging after this block takes."""
         if layer not in self._stages:
-            gates = self._plan.gates[:1]
-            plan = PrunePlan(**{**vars(self._plan), "stages": (layer,), "shares": (0.5,), "gates": gates, "size": None})
+            own = self._plan
+            gates, fades = own.gates[:1], own.fades[:1]  # of any stage: they decide what is merged, not what it takes
+            plan = replace(own, stages=(layer,), shares=(0.5,), gates=gates, fades=fades, size=None)
             pruned = PrunedModel(self._model, plan, [self._scores[layer]])
             layout = self.backbone.token_layout(self._image)
             self._stages[layer] = StageOperations(pruned, layout, self._features)
@@ -165,7 +167,8 @@ def count_stage(
     context = ScoreContext(backbone, layer, layout, positions, ones, entered[:, :tokens])
 
     def stage() -> None:
-        matching, weights = decide(x.values, context, plan, pruned.scores[0], removed, plan.gates[0], pruned.modes)
+        gate = plan.gates[0], plan.fades[0]
+        matching, weights = decide(x.values, context, plan, pruned.scores[0], removed, gate, pruned.modes)
         after_stage(x, matching, weights, plan)
 
     return flops(stage)
