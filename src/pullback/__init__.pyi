@@ -63,8 +63,10 @@ from pullback.pruning import PrunePlan as PrunePlan
 from pullback.pruning import ScoreContext as ScoreContext
 from pullback.pruning import prune as prune
 from pullback.pruning import restore as restore
+from pullback.pruning.budget import TuneOptions as TuneOptions
 from pullback.pruning.budget import plan_pruning as plan_pruning
 from pullback.pruning.export import export_onnx as export_onnx
+from pullback.pruning.forecast import Forecast as Forecast
 from pullback.pruning.operations import operations as operations
 from pullback.pruning.tune import tune as tune
 from pullback.randnla import Estimate as Estimate

@@ -266,6 +266,8 @@ plan, former score | {PLAN} --heads 4=tome | --heads: the single-stage score 'to
 plan, head nowhere | {PLAN} --heads 4=no/head | --heads: 'no/head' is neither a folder
 plan, block too deep | {PLAN} --heads 11=norm | --heads: expected blocks from 0 to 10
 plan, head of another layer | {PLAN} --heads 6={trained} | --heads: it was trained for layer 10
+plan, size larger than the pictures | {PLAN} --sizes 70 | --sizes: expected at most the 56 pixels
+plan, images to tune on nowhere | {PLAN} --tune nowhere --sizes own | --tune='nowhere': no such file or folder
 plan, no stages | {PLAN} --stages 0 | Invalid value for '--stages'
 plan, images nowhere | {PLAN} --images nowhere | --images='nowhere': no such file or folder
 plan, out among the images | {PLAN} --out {photos}/x | --out: .* lies in .* searched for images

@@ -27,6 +27,19 @@ PLAN = {
         {"stages": [4], "ratio": 0.2, "cost": 0.9, "degradation": None},
     ],
 }  # fmt: skip
+SIZED_PLAN = PLAN | {
+    "size": 196, "stages": [4, 8], "shares": [0.1, 0.3], "class_row": True, "interval": [1.5, 2.5],
+    "notes": ["few <images>"], "tuning": {"steps": 700, "images": 2000},
+    "alternatives": [{
+        "name": "ToMe (r = 14)", "flops": 0.78, "verdict": "worse",
+        "degradation": {"mean": 3.0, "low": 2.5, "high": 3.5},
+        "difference": {"mean": 1.25, "low": 0.5, "high": 1.75},
+    }],
+    "trials": [
+        {"stages": [4, 8], "ratio": 0.4, "cost": 0.79, "degradation": 2.0, "size": 196},
+        {"stages": [], "ratio": 0.0, "cost": 0.7, "degradation": 2.8, "size": 182},
+    ],
+}  # fmt: skip
 ROWS = (
     '{"step": 10, "loss": 3.0, "score": 0.1, "rho": 0.1, "rho_se": 0.01}\n'
     '{"step": 20, "loss": 2.0, "score": null, "rho": null, "rho_se": null}\n'
@@ -113,7 +126,8 @@ def test_a_comparison_without_rules_classes_or_costs_has_a_page(tmp_path):
 @pytest.mark.parametrize("budget", ["flops", "milliseconds", "degradation"])
 def test_a_plan_has_a_page(budget, tmp_path):
     limit = {"flops": 0.8, "milliseconds": 11.0, "degradation": 3.0}[budget]
-    write_json(tmp_path / files.PLAN, {**PLAN, "budget": {"name": budget, "limit": limit, "unit": "of something"}})
+    asked = {"budget": {"name": budget, "limit": limit, "unit": "of something"}}
+    write_json(tmp_path / files.PLAN, {**SIZED_PLAN, **asked})
     assert draw_all(tmp_path) == ["plan.png"]
     text = checked(write_page_of(tmp_path))
     for words in (
@@ -122,8 +136,25 @@ def test_a_plan_has_a_page(budget, tmp_path):
         "10 ms instead of 13 ms",
         "runs/&lt;plan&gt;",
         "2 plans",
+        "shrunk to 196 pixels",
+        "10.0 %, 30.0 %",
+        "(95 %: 1.5 to 2.5)",
+        "ToMe (r = 14)",
+        "1.25 (0.5 to 1.75)",
+        "few &lt;images&gt;",
+        "the class token alone",
+        "700 steps on 2,000 images",
     ):
         assert words in text, words
+
+
+@pytest.mark.parametrize("budget", ["flops", "milliseconds"])
+def test_a_plan_of_an_earlier_version_has_a_page(budget, tmp_path):
+    asked = {"budget": {"name": budget, "limit": 0.8, "unit": "of something"}}
+    write_json(tmp_path / files.PLAN, {**PLAN, **asked})
+    assert draw_all(tmp_path) == (["plan.png"] if budget == "flops" else [])
+    text = write_page_of(tmp_path).read_text(encoding="utf-8")
+    assert "Remove 40 % of the patch tokens" in text and "as they come" in text and "What else" not in text
 
 
 def test_a_training_run_has_a_page_before_and_after_its_end(tmp_path):

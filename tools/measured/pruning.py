@@ -417,7 +417,7 @@ def planner() -> str:
         rows.append(
             [
                 words[row["budget"]].format(limit=row["limit"]),
-                f"{100 * row['ratio']:g}% after {row['stages'][0]}",
+                _chosen(row),
                 f"{expected['flops']:.3f}, {held['flops']:.3f}",
                 f"{expected['milliseconds']:.2f}, {held['milliseconds']:.2f} ms",
                 f"{expected['degradation']:.2f} ± {expected['se']:.2f}, {held['degradation']:.2f} ± {held['se']:.2f}",
@@ -437,6 +437,14 @@ def planner() -> str:
             ),
         ],
     )
+
+
+def _chosen(row: dict[str, Any]) -> str:
+    """Write what a plan does: "196 px, 65% after 3, 6"; earlier results knew no sizes."""
+    parts = [f"{row['size']} px"] if row.get("size") else []
+    if row["stages"]:
+        parts.append(f"{100 * row['ratio']:.4g}% after {', '.join(map(str, row['stages']))}")
+    return ", ".join(parts) or "nothing removed"
 
 
 def precision() -> str:

@@ -270,6 +270,14 @@ def row_count(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.is_file() else 0
 
 
+def parse_held_out(text: str) -> str | float:
+    """Read a share such as 0.1, or return the name of images."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
 def refuse_scenes(model: str, command: str, instead: str, page: str = "docs/guide/vggt.md") -> None:
     """Refuse a VGGT before it is loaded: its samples are scenes of several views, the command reads single images."""
     from pullback.backbones import entry_of

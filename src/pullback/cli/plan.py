@@ -1,15 +1,24 @@
-"""`pullback plan`: stages and ratio for a budget, and what to expect of them."""
+"""`pullback plan`: picture size, stages and shares for a budget, and what to expect of them."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from pullback.cli import options
-from pullback.cli.common import PRUNE_VIEWS, parse_heads, parse_size, refuse_scenes, running, say, say_written
-from pullback.errors import counted, naming
+from pullback.cli.common import (
+    PRUNE_VIEWS,
+    parse_heads,
+    parse_held_out,
+    parse_size,
+    refuse_scenes,
+    running,
+    say,
+    say_written,
+)
+from pullback.errors import PullbackError, counted, naming
 from pullback.registry import SCORES, check_former_score
 from pullback.report.drawing import Drawing
 from pullback.runs.documents import PLAN
@@ -27,12 +36,35 @@ def plan(
             "3=heads/L03,6=heads/L06, or 4=norm. importance: heads that come with the package, by itself all of them."
         ),
     ] = "importance",
-    flops: Annotated[float | None, typer.Option(help="Budget: share of the model's operations, such as 0.75.")] = None,
+    flops: Annotated[
+        float | None, typer.Option(help="Budget: share of the operations of the model's blocks, such as 0.75.")
+    ] = None,
     milliseconds: Annotated[float | None, typer.Option(help="Budget: time of one batch on this machine.")] = None,
     degradation: Annotated[
         float | None, typer.Option(help="Budget: cosine distance x 100 of the embedding, SILog x 100 of depth.")
     ] = None,
     stages: Annotated[int, typer.Option(min=1, help="At most so many stages.")] = 2,
+    sizes: Annotated[
+        str,
+        typer.Option(
+            help="The picture's shorter sides to consider beside its own, such as 210,196; auto: down to half of it; "
+            "own: no other."
+        ),
+    ] = "auto",
+    output: Annotated[
+        Literal["model", "cls"],
+        typer.Option(help="cls: the last block computes the class token alone, for outputs that read nothing else."),
+    ] = "model",
+    tune: Annotated[
+        str | None,
+        typer.Option(help="Unlabelled images to tune the best plans on, as `pullback tune` does.", show_default="none"),
+    ] = None,
+    tune_best: Annotated[int, typer.Option(min=1, help="Tune so many plans, and take the best of them.")] = 3,
+    tune_steps: Annotated[int, typer.Option(min=1, help="Optimiser steps of each.")] = 700,
+    tune_batch: Annotated[int, typer.Option(min=1, help="Images per step.")] = 128,
+    tune_held_out: Annotated[
+        str, typer.Option(help="Images that decide which vectors are kept, or the share of the images to hold out.")
+    ] = "0.1",
     limit: Annotated[int, typer.Option(min=1, help="Use the first so many images.")] = 128,
     batch: Annotated[int, typer.Option(min=1, help="Images at a time.")] = 16,
     size: options.Size = None,
@@ -41,12 +73,11 @@ def plan(
         Path | None, typer.Option(help="Write the pruned model here, for pb.PrunedModel.from_pretrained.")
     ] = None,
 ) -> None:
-    """Find which tokens to remove where, so that a budget of operations, time or error is met."""
-    with Drawing() as drawing, running(out, plan, [images]) as progress:
+    """Find a picture size, and which tokens to remove where, so that a budget of operations, time or error is met."""
+    with Drawing() as drawing, running(out, plan, [images, *([] if tune is None else [tune])]) as progress:
         from pullback.learning.head import ImportanceHead
         from pullback.probes import load_probe
-        from pullback.pruning import prune
-        from pullback.pruning.budget import check_budget, plan_pruning, shipped_choices
+        from pullback.pruning.budget import TuneOptions, check_budget, plan_pruning, shipped_choices
         from pullback.pruning.planned import Asked, write_plan
         from pullback.pruning.scores import IMPORTANCE, score_names
 
@@ -54,6 +85,11 @@ def plan(
         refuse_scenes(model, "plan", *PRUNE_VIEWS)
         check_budget(**budget)
         named, pixels = None if heads == IMPORTANCE else parse_heads(heads), parse_size(size)
+        considered = _sizes(sizes)
+        options = None
+        if tune is not None:
+            judges = parse_held_out(tune_held_out)
+            options = TuneOptions(tune, tune_best, judges, tune_steps, tune_batch)
         names = (IMPORTANCE, *score_names())
         with naming("heads"):
             for _, name in named or ():
@@ -72,7 +108,7 @@ def plan(
                 score.to(probe.device)
         read = probe.read_images(images, pixels, limit=limit)
         pictures = read.pixels.to(probe.device)
-        progress.stage("trying plans")
+        progress.stage("making plans")
         forecast = plan_pruning(
             network,
             scores,
@@ -81,8 +117,12 @@ def plan(
             flops=flops,
             milliseconds=milliseconds,
             degradation=degradation,
+            sizes=considered,
             stages=stages,
+            output=output,
+            tune=options,
             batch=batch,
+            progress=progress,
         )
         tried = f"{counted(forecast.measured, 'plan')} tried on {counted(len(pictures), 'image')}"
         with progress.hidden():
@@ -91,12 +131,23 @@ def plan(
                 say(f"skipped {image}", "yellow")
         if out is not None:
             progress.stage(f"writing {out}")
-            chosen = forecast.plan.stages
-            pruned = prune(network, [scores[stage] for stage in chosen], ratio=forecast.plan.ratio, stages=chosen)
-            pruned.save_pretrained(out)
+            assert forecast.model is not None
+            forecast.model.save_pretrained(out)
             asked = Asked(model, dict(named), budget, images=len(pictures), batch=batch)
             write_plan(out, forecast, asked, probe.device)
             progress.stage("drawing figures")
             figures = drawing.draw(out)
     if out is not None:
         say_written(out, ["the pruned model", PLAN], figures)
+
+
+def _sizes(text: str) -> list[int] | None:
+    """210,196 -> [210, 196], own -> [], auto -> None"""
+    if text in ("auto", "own"):
+        return None if text == "auto" else []
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise PullbackError(
+            f"sizes: expected pixels by commas such as 210,196, or auto or own, got {text!r}."
+        ) from None

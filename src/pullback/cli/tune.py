@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from pullback.cli import options
-from pullback.cli.common import parse_size, running, say, say_written
+from pullback.cli.common import parse_held_out, parse_size, running, say, say_written
 from pullback.errors import FileError, counted, naming
 from pullback.report.drawing import Drawing
 from pullback.runs.documents import CHECKPOINT, MEASURES, METRICS, PRUNED
@@ -48,7 +48,7 @@ def tune(
         from pullback.pruning import PrunedModel
         from pullback.pruning.tune import tune as tuned_by
 
-        pixels, judges = parse_size(size), _held_out(held_out)
+        pixels, judges = parse_size(size), parse_held_out(held_out)
         progress.stage(f"loading {pruned}")
         with naming("pruned", "folder"):
             model = PrunedModel.from_pretrained(pruned, device=resolve_device(device))
@@ -87,14 +87,6 @@ def tune(
     say(f"{numbers:,} numbers tuned, the best after {record['best_step']:,} of {record['steps']:,} steps")
     say_written(out, ["the tuned model", PRUNED, METRICS], figures)
     say(f"to use it: pb.PrunedModel.from_pretrained({str(out)!r})")
-
-
-def _held_out(text: str) -> str | float:
-    """Read a share such as 0.1, or return the name of images."""
-    try:
-        return float(text)
-    except ValueError:
-        return text
 
 
 def _sentence(record: dict[str, Any]) -> str:

@@ -55,7 +55,11 @@ def degradation(pruned: Any, full: Any, *, depth: bool = False) -> Degradation:
     Both are tensors [B, ...], ``depth`` maps or not, or outputs of a model with an embedding or a predicted depth.
     """
     measure, reference = readable(full, depth)
-    _, changed = readable(pruned, depth)
+    return degradation_by(measure, readable(pruned, depth)[1], reference)
+
+
+def degradation_by(measure: Measure, changed: Tensor, reference: Tensor) -> Degradation:
+    """Measure, in the way that `readable` named, how far tensors [B, ...] of a changed model are from the reference."""
     if measure == "cosine":
         return Degradation(measure, cosine_degradation(changed, reference))
     if measure == "relative_l2":

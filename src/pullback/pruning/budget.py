@@ -1,94 +1,81 @@
-"""From a budget to a plan: which stages and which ratio, tried on calibration images, with what to expect of it.
+"""From a budget to a plan: the picture's size, stages and shares, tried on calibration images, with what to expect.
 
-Cost falls and degradation grows with the ratio, so for each choice of stages the ratio that just meets the budget is
-found by bisection, and the best of these is taken.
+Candidates are all combinations of a picture's size, stages and a split of the ratio over them, and a smaller picture
+alone. `search` finds for each what just meets the budget, and by successive halving the best of them; what that costs
+is known from formulas (`operations`, `Times`), and measured for the last few. Images are split in halves: one chooses,
+the other says what to expect, because the best of many on the same images would look a little too good.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pullback.backbones import AnyBackbone, load_backbone
-from pullback.checks import callable_or_none
-from pullback.errors import PullbackError, ShapeError, naming
-from pullback.evaluation.cost import flops as count_flops
-from pullback.evaluation.cost import race
-from pullback.evaluation.fidelity import degradation as measured_degradation
-from pullback.evaluation.statistics import mean_and_error
+from pullback.backbones import AnyBackbone, Backbone, load_backbone
+from pullback.checks import callable_or_none, whole_number
+from pullback.data.images import ImageSource
+from pullback.data.sources import Source
+from pullback.errors import ModelError, PullbackError, ShapeError, first_line, naming
+from pullback.evaluation.statistics import bootstrap_mean, compare_paired, mean_and_error
 from pullback.learning.shipped_heads import own_decoder, shipped_head, shipped_heads
+from pullback.pruning import resized
+from pullback.pruning.contest import (
+    CONTESTS,
+    SPLIT,
+    Calibration,
+    Contest,
+    Degrade,
+    Planner,
+    Point,
+    WithinDegradation,
+    halves,
+)
+from pullback.pruning.forecast import Alternative, Forecast, Trial, name_of
 from pullback.pruning.forward import stage_scores
 from pullback.pruning.model import PrunedModel, plan_for
-from pullback.pruning.plan import PrunePlan, is_number, plain
+from pullback.pruning.operations import PredictedOperations
+from pullback.pruning.plan import Plan, PrunePlan, is_number, plain
 from pullback.pruning.scores import IMPORTANCE, Choice, check_weights, with_shipped
+from pullback.pruning.search import Ladder, stage_choices, stage_ladders
+from pullback.pruning.tune import tune as tuned_by
+from pullback.runs.progress import Progress
 
-RATIOS = tuple(step / 40 for step in range(1, 37))  # 0.025 to 0.9
-
-# (output of the pruned model, output of the model) -> how much worse each image is [B]
-Degrade = Callable[[Any, Any], Tensor]
-# (stages, ratio) -> a model; a model -> its cost; a model -> the degradation of each calibration image [n]
-Build = Callable[[tuple[int, ...], float], Any]
-Cost = Callable[[Any], float]
-Degradations = Callable[[Any], Tensor]
+SIZES = 8
+"""At most so many smaller sizes are considered by themselves."""
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Trial:
-    """What was measured of one plan on the way: None where it was not needed."""
+class TuneOptions:
+    """How the best few plans are tuned before one of them is chosen, as `pb.tune` does it.
 
-    stages: tuple[int, ...]
-    ratio: float
-    cost: float | None
-    degradation: float | None
+    ``images``: unlabelled, to train on. ``best``: so many plans are tuned. ``size``: side of the crops, by default the
+    shorter side of the calibration images. The others are those of `pb.tune`.
+    """
 
+    images: ImageSource | Source
+    best: int = 3
+    held_out: ImageSource | Source | float = 0.1
+    steps: int = 700
+    batch: int = 128
+    learning_rate: float = 2e-3
+    positions: bool = False
+    size: int | None = None
+    limit: int | None = None
+    validate_every: int = 100
+    precision: str | None = None
+    seed: int = 0
 
-@dataclass(frozen=True)
-class Forecast:
-    """What to expect of a plan: ``cost`` is what the search compared, in the unit of its cost function; `plan_pruning`
-    also fills in operations and times."""
-
-    plan: PrunePlan
-    cost: float
-    degradation: float
-    degradation_se: float
-    measured: int  # how many plans were tried
-    flops: float | None = None  # share of the whole model's operations
-    milliseconds: float | None = None  # of one batch
-    whole_milliseconds: float | None = None  # the same of the whole model
-    trials: tuple[Trial, ...] = ()  # all that were tried
-
-    def __str__(self) -> str:
-        return (
-            f"remove {self.plan.ratio:.1%} of the patch tokens {self._places()}: {self._costs()}, degradation "
-            f"{self.degradation:.4g}" + (f" ± {self.degradation_se:.2g}" if math.isfinite(self.degradation_se) else "")
-        )
-
-    def _places(self) -> str:
-        """Write where, and with several stages how much at each: the ratio is that of all of them together."""
-        stages, shares = self.plan.stages, self.plan.shares
-        if len(stages) == 1:
-            return f"after block {stages[0]}"
-        parts = [f"{share:.4g}" for share in (100 * share for share in shares)]
-        listed = f"{parts[0]}% each" if len(set(parts)) == 1 else ", ".join(f"{part}%" for part in parts)
-        blocks = f"{', '.join(map(str, stages[:-1]))} and {stages[-1]}"
-        return f"in all, after blocks {blocks} ({listed})"
-
-    def _costs(self) -> str:
-        if self.flops is None or self.milliseconds is None or self.whole_milliseconds is None:
-            return f"cost {self.cost:.4g}"
-        return (
-            f"{self.flops:.4g} of the operations, {self.milliseconds:.4g} ms instead of {self.whole_milliseconds:.4g} "
-            "ms a batch"
-        )
+    def __post_init__(self) -> None:
+        whole_number("best", self.best)
 
 
 def plan_pruning(
@@ -99,29 +86,40 @@ def plan_pruning(
     flops: float | None = None,
     milliseconds: float | None = None,
     degradation: float | None = None,
+    sizes: Sequence[int] | None = None,
+    stages: int = 2,
+    output: str = "model",
+    tune: TuneOptions | ImageSource | Source | None = None,
+    preset: str = "best",
     degrade: Degrade | None = None,
     batch: int = 64,
-    stages: int = 2,
-    preset: str = "best",
     rounds: int = 20,
     normalized: bool = False,
+    progress: Progress | None = None,
 ) -> Forecast:
     """Find the plan for one of three budgets, on calibration images [n, 3, H, W].
 
-    ``images``: normalised floats, or uint8, which are normalised; ``normalized`` as in `ProbeMap.features`.
     ``heads``: the score to use after each block, {3: head, 6: head}; "importance": every head that comes with the
     package for this model, or with {3: "importance", ...} those of some blocks, which takes less time.
-    ``flops``: at most this share of the model's operations. ``milliseconds``: at most so many for one batch, as the
-    model runs here. ``degradation``: at most so much in the mean over the images, as cheap as possible in operations.
-    ``degrade``: (pruned output, full output) -> [B], by default `evaluation.degradation`. ``stages``: at most so many.
-    ``rounds`` of each timing. Whatever the budget is, the forecast has the operations, the time and the degradation of
-    the plan.
-    `prune(model, [heads[s] for s in f.plan.stages], ratio=f.plan.ratio, stages=f.plan.stages)` makes the model, or
-    `prune(model, "importance", ...)` with the heads that come with the package.
+    ``images``: normalised floats, or uint8, which are normalised; ``normalized`` as in `ProbeMap.features`.
+    ``flops``: at most this share of the operations, as `pb.operations` counts them: all blocks, and what chooses and
+    merges tokens, over the blocks of the whole model; patch embedding and decoder are not counted.
+    ``milliseconds``: at most so many for one batch, as the model runs here. ``degradation``: at most so much in the
+    mean over the images, as cheap as possible in operations.
+    ``sizes``: the picture's shorter sides to consider beside its own, in pixels; by default multiples of the patch down
+    to half of it, and () for none. ``stages``: at most so many. ``output``: "cls" as in `pb.prune`.
+    ``tune``: unlabelled training images, or `TuneOptions`: the best few plans are tuned, and the best of these is
+    taken. ``degrade``: (pruned output, full output) -> [B], by default `evaluation.degradation`.
+    ``batch``: images at a time, and in the batch that is timed; ``rounds`` of each timing.
+
+    Whatever the budget is, the forecast has the operations, the time and the degradation of the plan, and what a
+    smaller picture alone and ToMe would do within the same budget. Its ``model`` is the pruned model.
     """
     name, limit = check_budget(flops=flops, milliseconds=milliseconds, degradation=degradation)
     _check_inputs(heads, images, batch)
     callable_or_none("degrade", degrade)
+    whole_number("rounds", rounds, expected="at least 1")
+    options = tune if tune is None or isinstance(tune, TuneOptions) else TuneOptions(tune)
     backbone = load_backbone(model)
     heads = shipped_choices(backbone) if isinstance(heads, str) else heads
     with naming("heads", "score"):
@@ -130,171 +128,217 @@ def plan_pruning(
     with naming("heads"):
         for block, head in heads.items():
             stage_scores(backbone, PrunePlan((block,), (0.5,)), [head])
+    chosen_stages = stage_choices(heads, stages)
     images = backbone.batch(images, normalized=normalized)
-    calibration = Calibration(model, images, batch, degrade, rounds)
-    choices = stage_choices(heads, stages)
-
-    def build(chosen: tuple[int, ...], ratio: float) -> PrunedModel:
-        return PrunedModel(model, plan_for(model, preset, ratio, chosen), [heads[stage] for stage in chosen])
-
-    if name == "degradation":
-        found = cheapest_within_degradation(build, choices, calibration.flops, calibration.degradation, limit)
-    else:
-        cost = calibration.flops if name == "flops" else calibration.milliseconds
-        found = best_within_cost(build, choices, cost, calibration.degradation, limit)
-    chosen = build(found.plan.stages, found.plan.ratio)
-    for note in found.plan.notes(chosen.backbone.depth):  # of this one alone, not of all that were tried
+    templates = [_template(model, preset, chosen, output) for chosen in chosen_stages]
+    pictures, notes = picture_sizes(backbone, images, sizes)
+    images, numbers, choosing = halves(images)
+    if choosing == len(images):
+        notes.append(
+            f"with fewer than {SPLIT} images the same ones choose the plan and say what to expect, which is a little "
+            "too good"
+        )
+    planner = Planner(
+        Calibration(model, images, batch, degrade, rounds),
+        heads,
+        PredictedOperations(model, images, heads, templates[0]),
+        choosing,
+        numbers,
+        progress or Progress(),
+    )
+    bare = plan_for(model, "none", output=output)
+    ladders = [
+        Ladder(len(pictures), lambda step: replace(bare, size=pictures[step]), stays=True),
+        *(ladder for size in pictures for ladder in stage_ladders(size, templates)),
+    ]
+    rivals = rival_ladders(model, planner.formula.patches(None), bare, pictures[1:], output)
+    contest = CONTESTS[name](planner, limit)
+    points, others = contest.run(ladders, list(rivals.values()))
+    notes += [f"{rival} cannot meet the budget" for rival, own in zip(rivals, others, strict=True) if own is None]
+    best, tuned = (points[0], None) if options is None else _tuned(contest, ladders, points, options)
+    forecast = _forecast(planner, name, best, tuned, [point for point in others if point is not None])
+    assert forecast.model is not None
+    for note in forecast.plan.notes(forecast.model.backbone.depth):  # of this one alone, not of all that were tried
         logger.warning(note)
-    timed = name == "milliseconds"
-    return replace(
-        found,
-        flops=calibration.flops(chosen) if timed else found.cost,
-        milliseconds=found.cost if timed else calibration.milliseconds(chosen),
-        whole_milliseconds=calibration.whole_milliseconds(),
+    return replace(forecast, notes=tuple(notes))
+
+
+def _template(model: nn.Module, preset: str, stages: tuple[int, ...], output: str) -> PrunePlan:
+    plan = plan_for(model, preset, 0.5, stages, output=output)
+    assert isinstance(plan, PrunePlan)  # a published rule takes no ratio and stages, and was refused
+    return plan
+
+
+# Candidates
+
+
+def picture_sizes(
+    backbone: Backbone, images: Tensor, sizes: Sequence[int] | None
+) -> tuple[list[int | None], list[str]]:
+    """Return the sizes of the shorter side to consider, from the largest, None for the pictures' own, and notes.
+
+    ``sizes``: those that are asked for; None: multiples of the patch down to half the pictures' own size, at most eight
+    of them, if the model takes them.
+    """
+    patch, (height, width) = backbone.patch_size, images.shape[-2:]
+    own = min(height, width)
+    if sizes is not None:
+        wanted = _checked_sizes(sizes, patch, own, backbone.name)
+    else:
+        every = list(range((own - 1) // patch * patch, 0, -patch))
+        every = [size for size in every if 2 * size >= own]
+        wanted = every[:: math.ceil(len(every) / SIZES)] if every else []
+    one = images[:1, :, : height // patch * patch, : width // patch * patch]
+    for size in wanted:
+        try:
+            with torch.no_grad():
+                backbone.embed(resized.shrunk(one, size, patch))
+        except Exception as error:  # an adapter of one's own can raise anything here
+            reason = f"{backbone.name} takes no pictures of another size than {height}x{width} ({first_line(error)})"
+            if sizes is None:
+                return [None], [f"smaller pictures were not tried: {reason}"]
+            raise ModelError(f"sizes: {reason}. Plan with sizes=().") from None
+    return [None, *wanted], []
+
+
+def _checked_sizes(sizes: Any, patch: int, own: int, name: str) -> list[int]:
+    """Return the sizes that are smaller than the pictures, from the largest, or raise an error."""
+    if isinstance(sizes, (str, bytes)) or not isinstance(sizes, Sequence):
+        raise PullbackError(f"sizes: expected a list of pixels such as [210, 196], () or None, got {sizes!r}.")
+    wanted = [whole_number("sizes", plain(size), expected="pixels such as 210") for size in sizes]
+    for size in wanted:
+        if size > own:
+            raise PullbackError(
+                f"sizes: expected at most the {own} pixels of the pictures' shorter side, got {size}. Leave it out, or "
+                "pass larger pictures."
+            )
+        if size % patch and size != own:
+            near = max(1, round(size / patch)) * patch
+            raise PullbackError(
+                f"sizes: expected multiples of the patch size {patch} of {name}, got {size}. The nearest is {near}."
+            )
+    return sorted({size for size in wanted if size != own}, reverse=True)
+
+
+def rival_ladders(
+    model: nn.Module, patches: int, bare: Plan, sizes: Sequence[int | None], output: str
+) -> dict[str, list[Ladder]]:
+    """Return what users would try first: a smaller picture alone, and ToMe with as many tokens in every block, or
+    decreasing. Of each list the best ladder speaks for it."""
+    most = max(1, patches // 2)
+
+    def tome(inflection: int, step: int) -> Plan:
+        merged = step + 1 if inflection == 0 else (step + 1, inflection)
+        return plan_for(model, "tome", r=merged, output=output)
+
+    rivals = {"ToMe": [Ladder(most, partial(tome, inflection)) for inflection in (0, -1)]}
+    if not sizes:
+        return rivals
+    return {"a smaller picture alone": [Ladder(len(sizes), lambda step: replace(bare, size=sizes[step]))], **rivals}
+
+
+# Tuning
+
+
+def _tuned(
+    contest: Contest, ladders: list[Ladder], points: list[Point], options: TuneOptions
+) -> tuple[Point, PrunedModel]:
+    """Tune the best few plans, and return the best of them, by the images that choose.
+
+    Under a limit of the degradation, plans that are beyond it before they are tuned, up to twice, have their chance,
+    and the cheapest that is within the limit afterwards is taken.
+    """
+    planner, limited = contest.planner, isinstance(contest, WithinDegradation)
+    some = points[: options.best]
+    if limited:
+        wider = [WithinDegradation(planner, contest.limit * (1 + more / options.best)) for more in range(options.best)]
+        some = [points[0], *(one.run(ladders, [])[0][0] for one in wider[1:])]
+    some = [point for point in dict.fromkeys(some) if not point.plan.idle]
+    if not some:
+        raise PullbackError(
+            "tune: the budget allows the model as it is, and nothing is left to tune. Lower the budget, or leave tune "
+            "out."
+        )
+    side = min(planner.calibration.images.shape[-2:])
+    given = {name: value for name, value in vars(options).items() if name not in ("images", "best", "size")}
+    tried = []
+    for number, point in enumerate(some):
+        planner.progress.stage(f"tuning plan {number + 1} of {len(some)}")
+        with naming("tune", "images"):
+            model = tuned_by(
+                planner.build(point.plan),
+                options.images,
+                size=options.size or side,
+                progress=planner.progress,
+                **given,
+            )
+        mean = float(planner.calibration.degradation(model, 0, planner.tries.images).double().mean())
+        tried.append((replace(point, mean=mean), model))
+    if limited:
+        within = [one for one in tried if one[0].mean <= contest.limit]
+        if not within:
+            raise PullbackError(
+                f"tune: no tuned plan degrades by at most {contest.limit:.4g} on the calibration images "
+                f"({tried[0][0].mean:.4g}), though it did before. Give more images or steps, or leave tune out."
+            )
+        return min(within, key=lambda one: one[0].flops)
+    return min(tried, key=lambda one: one[0].mean)
+
+
+# What to expect
+
+
+def _forecast(
+    planner: Planner, budget: str, best: Point, tuned: PrunedModel | None, others: Sequence[Point]
+) -> Forecast:
+    """Measure the chosen plan, and the alternatives, on the images that did not choose."""
+    plan = best.plan
+    assert isinstance(plan, PrunePlan)
+    planner.progress.stage("measuring what to expect")
+    model = planner.build(plan) if tuned is None else tuned
+    values = planner.estimated(model)
+    mean, error = mean_and_error(values)
+    interval = bootstrap_mean(values.numpy(), generator=np.random.default_rng(0))
+    timed = best.milliseconds
+    time = timed if timed is not None else planner.calibration.milliseconds(model)
+    trials = tuple(
+        Trial(own.stages, own.ratio, planner.predicted(own), float(seen.mean()), own.size, own.shares, len(seen))
+        for own, seen in planner.tries.all().items()
+        if isinstance(own, PrunePlan)
+    )
+    return Forecast(
+        plan=plan,
+        cost=best.flops if timed is None else timed,
+        degradation=mean,
+        degradation_se=error if len(values) > 1 else math.nan,
+        measured=len(trials),
+        flops=best.flops,
+        milliseconds=time,
+        whole_milliseconds=planner.calibration.whole_milliseconds(),
+        trials=trials,
+        budget=budget,  # type: ignore[arg-type]
+        interval=(interval.low, interval.high),
+        alternatives=tuple(
+            _alternative(planner, other, values, tuned is not None)
+            for other in others
+            if tuned is not None or other.plan != plan
+        ),
+        tuning=model.tuning,
+        model=model,
     )
 
 
-@dataclass(frozen=True, eq=False)
-class Calibration:
-    """A model, and images to try its pruned copies on. ``degrade``: a measure of one's own."""
-
-    model: nn.Module
-    images: Tensor  # [n, 3, H, W]
-    batch: int
-    degrade: Degrade | None = None
-    rounds: int = 20  # of each timing
-
-    @torch.no_grad()
-    def degradation(self, pruned: nn.Module) -> Tensor:
-        """Return how much worse the output of each image is, [n]."""
-        pairs = ((pruned(images), self.model(images)) for images in self.images.split(self.batch))
-        if self.degrade is not None:
-            return torch.cat([self.degrade(*pair) for pair in pairs])
-        return torch.cat([measured_degradation(*pair).value for pair in pairs])
-
-    def flops(self, pruned: nn.Module) -> float:
-        """Return the operations on one image, as a share of the model's."""
-        one = self.images[:1]
-        return count_flops(lambda: pruned(one)) / count_flops(lambda: self.model(one))
-
-    def milliseconds(self, pruned: nn.Module) -> float:
-        """Return the time of one batch, measured in turns with the model itself: a machine that slows down slows down
-        both, and what counts is the ratio, times the model's own time."""
-        some = self.images[: self.batch]
-        own, whole = race([lambda: pruned(some), lambda: self.model(some)], some.device, self.rounds)
-        return own.median / whole.median * self.__dict__.setdefault("_whole", whole.median)
-
-    def whole_milliseconds(self) -> float:
-        """Return the model's own time of one batch, of which all others are multiples; it is measured once."""
-        if "_whole" not in self.__dict__:
-            self.milliseconds(self.model)
-        return float(self.__dict__["_whole"])
-
-
-# The search
-
-
-def stage_choices(layers: Iterable[int], most: int = 2) -> list[tuple[int, ...]]:
-    """Return every set of at most ``most`` of these layers."""
-    if isinstance(most, bool) or not isinstance(most, int) or most < 1:
-        raise PullbackError(f"stages: expected how many stages a plan may have, 1 or more, got {most!r}.")
-    ordered = sorted(set(layers))
-    return [chosen for count in range(1, most + 1) for chosen in itertools.combinations(ordered, count)]
-
-
-def best_within_cost(
-    build: Build, stages: Sequence[tuple[int, ...]], cost: Cost, degradation: Degradations, limit: float
-) -> Forecast:
-    """Find the least degradation among plans that cost at most ``limit``: of each choice of stages its smallest
-    ratio."""
-    trials = _Trials(build, cost, degradation)
-    found = []
-    for chosen in stages:
-        ratio = _first(RATIOS, partial(trials.cost, chosen), limit)
-        if ratio is not None:
-            found.append(trials.forecast(chosen, ratio))
-    return _chosen(found, lambda forecast: forecast.degradation, trials, f"cost at most {limit:.4g}")
-
-
-def cheapest_within_degradation(
-    build: Build, stages: Sequence[tuple[int, ...]], cost: Cost, degradation: Degradations, limit: float
-) -> Forecast:
-    """Find the lowest cost among plans that degrade by at most ``limit`` on average: of each choice of stages its
-    largest ratio."""
-    trials = _Trials(build, cost, degradation)
-    found = []
-    for chosen in stages:
-        ratio = _first(RATIOS[::-1], partial(trials.degradation, chosen), limit)
-        if ratio is not None:
-            found.append(trials.forecast(chosen, ratio))
-    return _chosen(found, lambda forecast: forecast.cost, trials, f"a degradation of at most {limit:.4g}")
-
-
-class _Trials:
-    """Measurements, each made once."""
-
-    def __init__(self, build: Build, cost: Cost, degradation: Degradations) -> None:
-        self._build, self._cost, self._degradation = build, cost, degradation
-        self._costs: dict[tuple[tuple[int, ...], float], float] = {}
-        self._degradations: dict[tuple[tuple[int, ...], float], tuple[float, float]] = {}
-
-    def cost(self, stages: tuple[int, ...], ratio: float) -> float:
-        if (stages, ratio) not in self._costs:
-            self._costs[stages, ratio] = self._cost(self._build(stages, ratio))
-        return self._costs[stages, ratio]
-
-    def degradation(self, stages: tuple[int, ...], ratio: float) -> float:
-        return self.degradation_and_error(stages, ratio)[0]
-
-    def degradation_and_error(self, stages: tuple[int, ...], ratio: float) -> tuple[float, float]:
-        """Mean and standard error over the calibration images."""
-        if (stages, ratio) not in self._degradations:
-            values = self._degradation(self._build(stages, ratio)).double()
-            _check_numbers(values)
-            mean, error = mean_and_error(values)
-            self._degradations[stages, ratio] = mean, error if len(values) > 1 else math.nan
-        return self._degradations[stages, ratio]
-
-    def forecast(self, stages: tuple[int, ...], ratio: float) -> Forecast:
-        mean, error = self.degradation_and_error(stages, ratio)
-        return Forecast(self._build(stages, ratio).plan, self.cost(stages, ratio), mean, error, 0)
-
-    def all(self) -> tuple[Trial, ...]:
-        tried = sorted(self._costs.keys() | self._degradations.keys())
-        return tuple(
-            Trial(*plan, self._costs.get(plan), self._degradations.get(plan, (None, None))[0]) for plan in tried
-        )
-
-
-def _check_numbers(values: Tensor) -> None:
-    """Raise an error for NaN, which would pass for a small degradation: it is not larger than anything."""
-    lost = values.isnan().nonzero().flatten().tolist()
-    if lost:
-        raise PullbackError(
-            f"images: the degradation of {len(lost)} of {len(values)} is not a number (the first is image {lost[0]}); "
-            "a depth map that is nowhere positive has none. Leave them out."
-        )
-
-
-def _first(ratios: Sequence[float], measure: Callable[[float], float], limit: float) -> float | None:
-    """Find the first ratio with measure <= limit, in an order in which the measure falls; None where none has."""
-    if measure(ratios[-1]) > limit:
-        return None
-    low, high = -1, len(ratios) - 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if measure(ratios[middle]) <= limit else (middle, high)
-    return ratios[high]
-
-
-def _chosen(found: list[Forecast], key: Callable[[Forecast], float], trials: _Trials, wanted: str) -> Forecast:
-    if not found:
-        raise PullbackError(
-            f"budget: no plan was found with {wanted}, with ratios from {RATIOS[0]} to {RATIOS[-1]}. Allow more, or "
-            "offer heads for earlier layers."
-        )
-    tried = trials.all()
-    return replace(min(found, key=key), measured=len(tried), trials=tried)
+def _alternative(planner: Planner, point: Point, values: Tensor, tuned: bool) -> Alternative:
+    """Compare an alternative with the plan's degradations ``values`` of the same images."""
+    own = planner.estimated(planner.build(point.plan)).numpy()
+    return Alternative(
+        name_of(point.plan) + (", not tuned" if tuned else ""),
+        point.plan,
+        point.flops,
+        bootstrap_mean(own, generator=np.random.default_rng(0)),
+        compare_paired(own, values.numpy(), generator=np.random.default_rng(0)).difference,
+        point.milliseconds,
+    )
 
 
 # What was asked for

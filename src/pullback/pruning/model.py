@@ -378,7 +378,7 @@ class PrunedModel(Pruned):
         hooks = self.backbone.hook_layers
         run = self.run(pixel_values, (*hooks, self.backbone.depth - 1))
         left = Remaining(run.taps[-1], run.layout, run.log_sizes, run.taps[: len(hooks)], self.plan.class_row)
-        whole = self._whole_patches(pixel_values)
+        whole = self.whole_patches(pixel_values)
         if self.plan.size is not None and self.plan.reinsert != "none" and not self.backbone.reads_patches:
             left = resized.tokens_at(left, self.backbone.token_layout(whole))
         output = self._assemble(self.backbone, left)
@@ -388,7 +388,7 @@ class PrunedModel(Pruned):
         """Return the tokens at some layers, and what each stage did."""
         if not torch.compiler.is_compiling() and self._stale():
             self._take_apart()
-        images = self._whole_patches(pixel_values)
+        images = self.whole_patches(pixel_values)
         if self.plan.size is not None:
             images = resized.shrunk(images, self.plan.size, self.backbone.patch_size)
         if isinstance(self.plan, BlockPlan):
@@ -396,8 +396,8 @@ class PrunedModel(Pruned):
         return forward(self.backbone, images, self.plan, self.scores, layers=layers, modes=self.modes)
 
     def save_pretrained(self, folder: str | Path, *, processor: Any | None = None, weights: bool = True) -> Path:
-        """Write the plan, the heads, tuned vectors and the model, for `from_pretrained`. What cannot be saved is refused
-        before.
+        """Write the plan, the heads, tuned vectors and the model, for `from_pretrained`. What cannot be saved is
+        refused before.
 
         ``processor``: the model's image processor, for AutoImageProcessor.from_pretrained(folder); by default the one
         beside the weights that the model was loaded from, where there is one. ``weights``: False leaves the model out,
@@ -473,7 +473,7 @@ class PrunedModel(Pruned):
             pruned = pruned.with_vectors(read_vectors(folder / VECTORS, pruned.backbone))
         return pruned.to(device)
 
-    def _whole_patches(self, images: Tensor) -> Tensor:
+    def whole_patches(self, images: Tensor) -> Tensor:
         """Cut off the pixels of images [B, 3, H, W] at the right and the bottom that fill no patch: the models' own
         convolutions pass over them. An image without any patch is left to the backbone's error."""
         patch = self.backbone.patch_size

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from pullback.pruning.budget import Forecast
+from pullback.pruning.forecast import Alternative, Forecast
 from pullback.runs.documents import PLAN
 from pullback.runs.files import write_json
 from pullback.runs.provenance import provenance
 from pullback.runs.rows import finite
 
 UNITS = {
-    "flops": "of the model’s operations",
+    "flops": "of the operations",
     "milliseconds": "milliseconds a batch",
     "degradation": "degradation of the output",
 }
@@ -41,14 +41,21 @@ def write_plan(out: Path, forecast: Forecast, asked: Asked, device: torch.device
         "summary": _sentence(str(forecast)),
         "model": asked.model,
         "budget": {"name": name, "limit": limit, "unit": UNITS[name]},
+        "size": forecast.plan.size,
         "stages": list(forecast.plan.stages),
         "ratio": forecast.plan.ratio,
+        "shares": list(forecast.plan.shares),
+        "class_row": forecast.plan.class_row,
+        "tuning": forecast.tuning,
         "scores": {str(stage): asked.scores[stage] for stage in forecast.plan.stages},
         "flops": forecast.flops,
         "milliseconds": forecast.milliseconds,
         "whole_milliseconds": forecast.whole_milliseconds,
         "degradation": forecast.degradation,
         "degradation_se": finite(forecast.degradation_se),
+        "interval": None if forecast.interval is None else list(forecast.interval),
+        "alternatives": [_plain(other) for other in forecast.alternatives],
+        "notes": list(forecast.notes),
         "measured": forecast.measured,
         "images": asked.images,
         "batch": asked.batch,
@@ -56,6 +63,10 @@ def write_plan(out: Path, forecast: Forecast, asked: Asked, device: torch.device
         **provenance(device),
     }
     write_json(out / PLAN, document)
+
+
+def _plain(other: Alternative) -> dict[str, Any]:
+    return {**asdict(other), "verdict": other.verdict}
 
 
 def _sentence(text: str) -> str:

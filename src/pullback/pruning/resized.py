@@ -28,12 +28,19 @@ def shrunk(images: Tensor, size: int, patch: int) -> Tensor:
             f"pixel_values: the plan shrinks pictures to {size} pixels, got {height}x{width}. Pass pictures of at "
             f"least {size} pixels, or plan a smaller size."
         )
-    wanted = [size if side == short else round(side * size / short / patch) * patch for side in (height, width)]
+    wanted = list(shrunk_size(height, width, size, patch))
     if wanted == [height, width]:
         return images
     # not in half precision, whose antialiased kernels are missing on a CPU
     wide = images.to(torch.promote_types(images.dtype, torch.float32))
     return F.interpolate(wide, size=wanted, mode="bicubic", antialias=True, align_corners=False).to(images.dtype)
+
+
+def shrunk_size(height: int, width: int, size: int, patch: int) -> tuple[int, int]:
+    """Return height and width of a picture whose shorter side becomes ``size``, the other a whole number of patches."""
+    short = min(height, width)
+    first, second = (size if side == short else round(side * size / short / patch) * patch for side in (height, width))
+    return first, second
 
 
 def tokens_at(left: Remaining, layout: TokenLayout) -> Remaining:

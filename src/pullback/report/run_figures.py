@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from pullback.report.canvas import DPI, LIGHT, Theme, png, style, title
-from pullback.report.wording import after_blocks, counted, short_name
+from pullback.report.wording import counted, short_name
 from pullback.runs import documents as files
 from pullback.runs.files import write_bytes
 
@@ -87,32 +87,44 @@ def _panel(name: str) -> str:
 
 
 def plan_png(document: dict[str, Any], theme: Theme = LIGHT, dpi: int = DPI, narrow: bool = False) -> bytes:
-    """Draw what the budget limits against the ratio, for every plan that was tried, with the budget and the choice."""
+    """Draw degradation against operations for every plan that was tried, in the colour of its picture's size, with the
+    budget, the choice and the alternatives."""
     name, limit = document["budget"]["name"], document["budget"]["limit"]
-    measured = "degradation" if name == "degradation" else "cost"
-    known = [trial for trial in document["trials"] if trial[measured] is not None]
+    known = [trial for trial in document["trials"] if trial["cost"] is not None and trial["degradation"] is not None]
+    sizes = sorted({trial["size"] for trial in known} - {None}, reverse=True)
     with style(theme):
-        figure = Figure(figsize=(4.8, 4.4) if narrow else (7.6, 4.0), layout="constrained")
+        figure = Figure(figsize=(4.8, 4.8) if narrow else (7.6, 4.4), layout="constrained")
         axes = figure.subplots()
-        for place, stages in enumerate(dict.fromkeys(tuple(trial["stages"]) for trial in known)):
-            own = sorted((t for t in known if tuple(t["stages"]) == stages), key=lambda trial: trial["ratio"])
+        for place, size in enumerate([None, *sizes]):
+            own = [trial for trial in known if trial["size"] == size]
             axes.plot(
-                [trial["ratio"] for trial in own],
-                [trial[measured] for trial in own],
+                [trial["cost"] for trial in own],
+                [trial["degradation"] for trial in own],
                 color=_COLOURS[place % len(_COLOURS)],
                 marker=_MARKERS[place % len(_MARKERS)],
                 ms=4,
-                lw=1.2,
-                label=after_blocks(stages),
+                ls="",
+                alpha=0.8,
+                label="pictures as they come" if size is None else f"{size} px",
             )
-        axes.axhline(limit, color=theme.faint, lw=0.9, ls=(0, (4, 3)), label="the budget")
-        axes.plot([document["ratio"]], [document[name]], "o", ms=13, mfc="none", mec=theme.ink, label="the plan")
-        axes.set_xlabel("share of the patch tokens removed, in all")
-        axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-        axes.set_ylabel(f"{'share ' if name == 'flops' else ''}{document['budget']['unit']}")
+        for other in document["alternatives"]:
+            axes.plot([other["flops"]], [other["degradation"]["mean"]], "*", ms=11, color=theme.faint)
+            axes.annotate(
+                other["name"], (other["flops"], other["degradation"]["mean"]), (6, 4), textcoords="offset points",
+                fontsize=8, color=theme.ink,
+            )  # fmt: skip
+        line: dict[str, Any] = {"color": theme.faint, "lw": 0.9, "ls": (0, (4, 3)), "label": "the budget"}
         if name == "flops":
-            axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+            axes.axvline(limit, **line)
+        elif name == "degradation":
+            axes.axhline(limit, **line)
+        chosen = document["flops"], document["degradation"]
+        axes.plot(*([value] for value in chosen), "o", ms=13, mfc="none", mec=theme.ink, label="the plan")
+        axes.set_xlabel("share of the operations")
+        axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        axes.set_ylabel("degradation of the output")
         axes.grid(color=theme.faint, alpha=0.25, lw=0.6)
-        axes.legend(frameon=False, fontsize=8)
+        beside = {"bbox_to_anchor": (1, 1), "loc": "upper left"} if not narrow else {}
+        axes.legend(frameon=False, fontsize=8, **beside)
         title(figure, f"{short_name(document['model'])}: {counted(document['measured'], 'plan')} tried")
         return png(figure, dpi)

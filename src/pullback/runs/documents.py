@@ -184,10 +184,27 @@ OWN_TARGETS = "targets"
 TRAINING_FIGURE = "training.png"
 
 
+_OF_PLANS: dict[str, Any] = {
+    **dict.fromkeys(("size", "interval", "tuning")),
+    **{name: [] for name in ("shares", "alternatives", "notes")},
+    "class_row": False,
+}
+
+
 def read_plan(folder: Path) -> dict[str, Any]:
-    """What was asked for, the plan that was found, what to expect of it, and the ``trials`` on the way."""
+    """What was asked for, the plan that was found, what to expect of it and of the ``alternatives``, and the ``trials``
+    on the way, with operations as their cost.
+
+    Earlier versions knew no sizes and no alternatives; where they compared times, their trials are left out."""
     document = read_json(folder / PLAN)
-    return {**document, "scores": {block: current_score(name) for block, name in document["scores"].items()}}
+    earlier = "size" not in document
+    trials = [] if earlier and document["budget"]["name"] == "milliseconds" else document["trials"]
+    return {
+        **_OF_PLANS,
+        **document,
+        "scores": {block: current_score(name) for block, name in document["scores"].items()},
+        "trials": [{"size": None, **trial} for trial in trials],
+    }
 
 
 def read_training(folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
