@@ -2,22 +2,16 @@
 
 import importlib
 import math
-import os
-import sys
 from pathlib import Path
 
-import numpy
 import pytest
 import torch
 
-ON_GPU = torch.cuda.is_available()
-TOO_LATE = "triton" in sys.modules  # it reads the variable when it is imported
-if not (ON_GPU or TOO_LATE):
-    os.environ["TRITON_INTERPRET"] = "1"
-triton = pytest.importorskip("triton")
+from helpers.triton_kernels import DEVICE, ON_GPU, why_not
+
+pytest.importorskip("triton")
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-DEVICE = "cuda" if ON_GPU else "cpu"
 HALF = torch.bfloat16 if ON_GPU else torch.float16  # the interpreter multiplies the bits of bfloat16 as integers
 TOLERANCE = {torch.float32: 3e-5, torch.float16: 5e-3, torch.bfloat16: 1.5e-2}
 EVERY = [
@@ -33,14 +27,9 @@ EVERY = [
 
 @pytest.fixture(scope="module")
 def kernels():
+    if reason := why_not():
+        pytest.skip(reason)
     with pytest.MonkeyPatch.context() as patch:
-        if not ON_GPU:
-            if TOO_LATE:
-                pytest.skip("Triton was imported before it was told to interpret: run this file alone")
-            if tuple(map(int, numpy.__version__.split(".")[:2])) >= (2, 4) and triton.__version__ < "3.7":
-                pytest.skip(
-                    "the interpreter of Triton 3.6 turns arrays of one element into numbers, NumPy 2.4 does not"
-                )
         patch.syspath_prepend(BENCHMARKS)
         yield importlib.import_module("attention_kernels")
 
@@ -121,5 +110,8 @@ def test_what_a_kernel_cannot_do_is_refused(kernels):
     powers = kernels.in_powers_of_two(torch.zeros(1, 20, device=DEVICE))
     with pytest.raises(ValueError, match=r"expected 16, 32, \.\.\., 128 channels"):
         kernels.Kernel()(q, q, q, powers)
+    q = torch.zeros(1, 1, 20, 32, device=DEVICE)
+    with pytest.raises(ValueError, match="expected at least 64 keys, got 20"):
+        kernels.Kernel("ahead", keys=64)(q, q, q, powers)
     with pytest.raises(ValueError, match="expected adjacent channels"):
         kernels.Kernel()(q.mT, q.mT, q.mT, powers)
