@@ -149,7 +149,7 @@ def by(kernel: Any) -> Way:
 
 
 def trials(names: Sequence[str], quick: bool) -> list[Any]:
-    """The kernels to try: block sizes, warps, stages, and registers. Of the latter a multiprocessor has 65,536: with 128
+    """The kernels to try: block sizes, warps, stages, and registers. A multiprocessor has 65,536 registers: with 128
     for each thread it holds 16 warps, enough to multiply for one while another takes exponentials."""
     make = kernels.Kernel
     found = []
