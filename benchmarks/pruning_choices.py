@@ -25,9 +25,11 @@ from pullback.pruning.rules import Subject
 from recipes.measurement import mean_with_error
 
 PRESET = "preset"
+FADES = ((0.0, 0.8), (0.3, 0.9), (0.3, 1.0), (0.5, 0.9), (0.6, 0.95))
 VARIANTS: dict[str, dict[str, Any]] = {
     PRESET: {},
-    **{f"gate {gate:g}": {"gates": (gate,)} for gate in (-1.0, 0.5, 0.6, 0.7, 0.8)},
+    **{f"gate {gate:g}": {"gates": (gate,), "fades": (gate,)} for gate in (-1.0, 0.5, 0.6, 0.7, 0.8)},
+    **{f"in part {low:g} to {high:g}": {"gates": (low,), "fades": (high,)} for low, high in FADES},
     **{f"trust {trust:g}": {"trust": trust} for trust in (0.0, 0.15, 0.3, 0.5, 0.7, 1.0)},
     "without sizes": {"sizes": False},
     "artifacts may take in others": {"safe": False},

@@ -210,7 +210,7 @@ def match_by_cosine(
     """Find the most similar kept token among ``allowed`` [B, N] for each removed one: (destination, merged) [B, R].
 
     A token is merged where the cosine is above ``gate``, and only into an allowed one: all of it, or, with a ``fade``
-    above the gate, the share min(1, (cosine - gate) / (fade - gate)).
+    above the gate, the share min(1, (cosine - gate) / (fade - gate)), through which no gradient passes.
     """
     stays = torch.zeros_like(allowed).scatter(1, kept, True)
     best, partner = most_similar(rows(cosine, removed), stored(allowed & stays)[:, None])
@@ -219,7 +219,7 @@ def match_by_cosine(
     merged = best > max(gate, NOBODY)
     if fade is None or fade <= gate:
         return destination, merged
-    return destination, ((best - gate) / (fade - gate)).clamp(0, 1) * merged
+    return destination, ((best.detach() - gate) / (fade - gate)).clamp(0, 1) * merged
 
 
 def match_by_task(tokens: Tensor, modes: Tensor, kept: Tensor, removed: Tensor, prefix: int) -> tuple[Tensor, Tensor]:

@@ -340,6 +340,16 @@ def _merged_by_block(r: Any, depth: int) -> tuple[int, ...]:
 def _best(stages: tuple[int, ...], shares: tuple[float, ...], dense: bool, depth: int) -> PrunePlan:
     """Return the plan "best": tokens are chosen by score^trust times distance to their partner, merged with the score
     as weight, and counted by size in later attention. Dense decoders get all tokens back, so each has a partner."""
-    gates = tuple(0.6 if depth / 3 <= stage < 2 * depth / 3 else 0.7 for stage in stages)
-    plan = PrunePlan(stages, shares, select="cost", match="cosine", gates=gates, sizes=True, safe=True, trust=0.3)
-    return replace(plan, gates=(), reinsert="drift", fuse_last=True, trust=0.7) if dense else plan
+    early = [stage < depth / 3 for stage in stages]  # where tokens that are merged with others unlike them do most harm
+    plan = PrunePlan(
+        stages,
+        shares,
+        select="cost",
+        match="cosine",
+        gates=tuple(0.6 if first else 0.3 for first in early),
+        fades=tuple(0.95 if first else 0.9 for first in early),
+        sizes=True,
+        safe=True,
+        trust=0.3,
+    )
+    return replace(plan, gates=(), fades=(), reinsert="drift", fuse_last=True, trust=0.7) if dense else plan
