@@ -1,9 +1,9 @@
-"""What an experiment is: a table or figure of the paper as a list of cells to measure, and the claims that rest on it.
+"""What an experiment is: a table or figure of the paper as cells to measure, and the claims that rest on it.
 
-An `Experiment` is data. Its cells follow from a `Scale` alone, so that it can be listed, validated and estimated without
-running anything. A cell measures one or several numbers at once (`Measured`); the runner (`pullback.experiments.run`)
-adds where they come from and writes them as rows. Claims are judged from the finished rows, so a verdict never rests on
-anything that is not on disk.
+An `Experiment` is data. Its cells follow from a `Scale` alone, so that it can be listed, validated and estimated
+without running anything. A cell measures one or several numbers at once (`Measured`); the runner
+(`pullback.experiments.run`) adds where they come from and writes them as rows. Claims are judged from the finished
+rows, so a verdict never rests on anything that is not on disk.
 
     experiment/rows.jsonl     one line per number, in the order of the cells; timed cells are in times.jsonl
     row: table, row, column   its place; the paper's value beside it where the paper has that place
@@ -61,7 +61,7 @@ class Cell:
     ``key``: unique in its experiment. ``model``, ``data``: roles of the scale (`Scale.models`, `Scale.data`) that it
     needs; where the scale has none of it, all its ``places`` are listed as absent. ``run`` returns a number for each
     place, no more and no less, and must be deterministic on one machine. ``timed``: the numbers are times, and go into
-    a file of their own, since no two runs agree on them. ``absent``: why it cannot be measured here, whatever the model.
+    a file of their own, since no two runs agree on them. ``absent``: why it cannot be measured, whatever the model.
     """
 
     key: str
@@ -127,8 +127,8 @@ class Experiment:
 class Scale:
     """How much is done, and with what. A role that is not in ``models`` or ``data`` is not at this scale.
 
-    ``models``: by role ("tiny-scenes", "tiny-views", "dinov2", "clip", "saliency", "depth-anything", "vggt") a name that
-    `load_probe` takes, or a folder. ``data``: by role ("scenes", "views", "train", "held-out", "sketch", "rgbd",
+    ``models``: by role ("tiny-scenes", "tiny-views", "dinov2", "clip", "saliency", "depth-anything", "vggt") a name
+    that `load_probe` takes, or a folder. ``data``: by role ("scenes", "views", "train", "held-out", "sketch", "rgbd",
     "bank") a folder of images, or a range of seeds of scenes that are drawn. ``counts``: how many images, steps, seeds
     and directions, by a name that the experiment knows ("images", "spectra", "train", "steps", "seeds", "rank").
     ``substitutes``: roles whose weights are not those of the paper, with the paper's.
