@@ -19,7 +19,8 @@ from pullback.backbones.weights import block_hashes, same_weights
 from pullback.errors import ModelError, PullbackError, naming
 from pullback.learning.head import ImportanceHead
 from pullback.learning.shipped_heads import load_shipped, shipped_folders, shipped_heads
-from pullback.pruning.model import MODEL, PrunedModel
+from pullback.pruning.folder import MODEL
+from pullback.pruning.model import PrunedModel
 from pullback.pruning.plan import Plan, PrunePlan, preset, published
 from pullback.pruning.rules import Subject
 from pullback.pruning.scores import IMPORTANCE, Choice, HeadScore, check_network, check_weights, score_names

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from pullback.backbones import Backbone
 from pullback.backbones.weights import block_hashes, same_weights, tensors_within
 from pullback.errors import DamagedModelError, ModelError
-from pullback.pruning.plan import PrunePlan
+from pullback.pruning.plan import Plan
 from pullback.runs.files import replaced
 
 VECTORS = "vectors.safetensors"
@@ -105,7 +105,7 @@ def shared_copy(model: _Model, values: Mapping[str, nn.Parameter], *, frozen: bo
 # Files
 
 
-def write_vectors(path: Path, vectors: TunedVectors, original: Backbone, plan: PrunePlan) -> None:
+def write_vectors(path: Path, vectors: TunedVectors, original: Backbone, plan: Plan) -> None:
     """Write the file of tuned vectors; ``original``: the model without them."""
     from safetensors.torch import save_file
 
