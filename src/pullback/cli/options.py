@@ -50,6 +50,13 @@ Method = Annotated[
     typer.Option(help="auto: the cheaper of exact and krylov; paper: its Algorithms 1 and 2 literally."),
 ]
 Precision = Annotated[Literal["float32", "tf32", "bf16"], typer.Option(help="Arithmetic of the products.")]
+ModelPrecision = Annotated[
+    Literal["float32", "tf32", "bf16"], typer.Option(help="Arithmetic of the model, pruned or not.")
+]
+Batch = Annotated[int, typer.Option(min=1, help="Images at a time.")]
+Times = Annotated[
+    str, typer.Option(help="Batch sizes to time, such as 1,8,64; auto: these on a GPU, 1,8 on a CPU; none.")
+]
 Distance = Annotated[
     str | None, typer.Option(help="Task distance on the output: cosine, log or silog.", show_default="Euclidean")
 ]

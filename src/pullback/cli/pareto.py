@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -96,15 +96,11 @@ def pareto(
     ] = None,
     size: options.Size = None,
     limit: options.Limit = None,
-    batch: Annotated[int, typer.Option(min=1, help="Images at a time.")] = 16,
-    precision: Annotated[
-        Literal["float32", "tf32", "bf16"], typer.Option(help="Arithmetic of the model, pruned or not.")
-    ] = "float32",
+    batch: options.Batch = 16,
+    precision: options.ModelPrecision = "float32",
     device: options.Device = "auto",
     seed: options.Seed = 0,
-    time: Annotated[
-        str, typer.Option(help="Batch sizes to time, such as 1,8,64; auto: these on a GPU, 1,8 on a CPU; none.")
-    ] = "auto",
+    time: options.Times = "auto",
 ) -> None:
     """Compare all methods: degradation of the output against operations and time, on your pictures."""
     with Drawing() as drawing, running(out, pareto, [images]) as progress:

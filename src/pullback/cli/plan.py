@@ -66,7 +66,7 @@ def plan(
         str, typer.Option(help="Images that decide which vectors are kept, or the share of the images to hold out.")
     ] = "0.1",
     limit: Annotated[int, typer.Option(min=1, help="Use the first so many images.")] = 128,
-    batch: Annotated[int, typer.Option(min=1, help="Images at a time.")] = 16,
+    batch: options.Batch = 16,
     size: options.Size = None,
     device: options.Device = "auto",
     out: Annotated[

@@ -6,6 +6,7 @@ ladders of plans compete by what formulas say of their costs (`operations`, `Wit
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -174,7 +175,7 @@ class Point:
     milliseconds: float | None = None
 
 
-class Contest:
+class Contest(ABC):
     """Plans of many ladders within one budget: the search, and the last few measured. Subclasses are the budgets."""
 
     def __init__(self, planner: Planner, limit: float) -> None:
@@ -197,25 +198,25 @@ class Contest:
             min((points[one] for one in group if one in points), key=self.value, default=None) for group in against
         ]
 
+    @abstractmethod
     def search(self, ladders: list[Ladder], progress: Progress) -> list[Found]:
         """Return the best ladders, each with the step that meets the budget."""
-        raise NotImplementedError
 
+    @abstractmethod
     def worthwhile(self, ladders: list[Ladder]) -> list[Ladder]:
         """Leave out ladders that cannot win, so that less has to be tried."""
-        raise NotImplementedError
 
+    @abstractmethod
     def measured(self, found: list[Found]) -> dict[Found, Point]:
         """Measure what was searched by formulas; those that cannot meet the budget are left out."""
-        raise NotImplementedError
 
     def value(self, point: Point) -> float:
         """Return what is to be small."""
         return point.mean
 
+    @abstractmethod
     def impossible(self, ladders: list[Ladder]) -> PullbackError:
         """Return the error that says what is the least that would be possible."""
-        raise NotImplementedError
 
     def mean(self, plan: Plan) -> float:
         """Return the mean degradation over all images that choose."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
@@ -18,7 +19,7 @@ Reinsert = Literal["none", "frozen", "drift", "copy"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(ABC):
     """What every plan may ask for.
 
     ``size``: the picture's shorter side in pixels, to which it is shrunk before anything else; None: as it comes.
@@ -34,14 +35,14 @@ class Plan:
             raise PullbackError(f"size: expected the picture's shorter side in pixels, such as 182, got {self.size!r}.")
 
     @property
+    @abstractmethod
     def removes(self) -> bool:
         """Whether any token is removed."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def comes_back(self) -> bool:
         """Whether removed tokens come back where a decoder reads them."""
-        raise NotImplementedError
 
     @property
     def idle(self) -> bool:
