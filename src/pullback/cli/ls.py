@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Annotated
+
+import typer
 
 from pullback import models, registry
 from pullback.cli.common import reported, say
+from pullback.errors import PullbackError
 from pullback.report.console import console, decoders_table, models_table, scores_table, shipped_table
+from pullback.report.experiments_console import experiments_table
 from pullback.report.progress import ProgressDisplay
 from pullback.runs.documents import layer_name
 
 
-def ls() -> None:
+def ls(
+    what: Annotated[
+        str | None, typer.Argument(help="experiments: the tables and figures that `pullback reproduce` measures.")
+    ] = None,
+) -> None:
     """List the models that can be loaded, the decoders that fit them, and the scores that tokens are pruned by."""
+    if what is not None:
+        _list_experiments(what)
+        return
     with ProgressDisplay(console(stderr=True)) as progress, reported(progress):
         registry.load_plugins()
     screen = console()
@@ -26,6 +38,18 @@ def ls() -> None:
         "`pullback diagnose` and Python take.",
         "dim",
     )
+
+
+def _list_experiments(what: str) -> None:
+    with ProgressDisplay(console(stderr=True)) as progress, reported(progress):
+        if what != "experiments":
+            raise PullbackError(f"what: expected experiments, or nothing, got {what!r}.")
+        progress.stage("loading torch")
+        from pullback.experiments.registry import EXPERIMENTS, experiment
+
+        found = [experiment(name) for name in EXPERIMENTS]
+    console().print(experiments_table((own.name, own.title, own.paper_label) for own in found))
+    say("`pullback reproduce NAME --out DIR` measures one of them, `all` all of them.", "dim")
 
 
 def _shipped() -> Iterator[tuple[str, str, str]]:

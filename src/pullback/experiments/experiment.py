@@ -5,26 +5,33 @@ without running anything. A cell measures one or several numbers at once (`Measu
 (`pullback.experiments.run`) adds where they come from and writes them as rows. Claims are judged from the finished
 rows, so a verdict never rests on anything that is not on disk.
 
-    experiment/rows.jsonl     one line per number, in the order of the cells; timed cells are in times.jsonl
-    row: table, row, column   its place; the paper's value beside it where the paper has that place
-         value, low, high     what was measured, with its 95 % interval, None where there is none
-         absent               why there is no value: "not at this scale: ...". Never filled by another model
-         count, note          how many images or scenes; a footnote
+    OUT/EXPERIMENT/rows.jsonl      one line per number, in the order of the cells
+    OUT/EXPERIMENT/times.jsonl     the same of timed cells, since no two runs agree on them
+    row: table, row, column        its place
+         value, low, high          what was measured, with its 95 % interval, None where there is none
+         paper                     the paper's value at this place, a number or its own words, or None
+         absent                    why there is no value: "not at this scale: ...". Never filled by another model
+         count, over, note         how many images (or scenes, seeds) it is a mean over; a remark on this number
          cell, seed, model, weights, data, scale, commit, machine
+    OUT/EXPERIMENT/experiment.json title, columns, places, verdicts, footnotes and figures: all that a report needs
+    OUT/EXPERIMENT/arrays/*.npz    what figures are drawn from
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from pullback.runs.progress import Progress
+from pullback.errors import PullbackError
 
-ScaleName = Literal["tiny", "small", "paper"]
+if TYPE_CHECKING:
+    from pullback.experiments.scales import Scale, ScaleName
+    from pullback.experiments.workshop import Workshop
+
 Word = Literal["holds", "holds partly", "does not hold", "not at this scale"]
 Better = Literal["lower", "higher", "neither"]
+FigureKind = Literal["curves", "scatter", "spectrum", "maps", "wipe", "neighbours"]
 ABSENT = "not at this scale"
 
 
@@ -38,15 +45,16 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Measured:
-    """One number, with its 95 % interval over ``count`` images or scenes (or seeds, if the column says so)."""
+    """One number, with its 95 % interval over ``count`` images (or whatever ``over`` says)."""
 
     table: str
     row: str
     column: str
-    value: float | None
+    value: float
     low: float | None = None
     high: float | None = None
     count: int | None = None
+    over: str = "images"
     note: str | None = None
 
     @property
@@ -58,25 +66,31 @@ class Measured:
 class Cell:
     """A unit of work that is done or not done; several numbers that are measured together.
 
-    ``key``: unique in its experiment. ``model``, ``data``: roles of the scale (`Scale.models`, `Scale.data`) that it
-    needs; where the scale has none of it, all its ``places`` are listed as absent. ``run`` returns a number for each
-    place, no more and no less, and must be deterministic on one machine. ``timed``: the numbers are times, and go into
-    a file of their own, since no two runs agree on them. ``absent``: why it cannot be measured, whatever the model.
+    ``key``: unique in its experiment. ``model``, ``data``: roles of the scale that it is about, which its rows name;
+    ``needs``: further roles without which it cannot be measured. Where the scale lacks one of them, all ``places`` are
+    listed as absent. ``run`` returns a number for each place, no more and no less, and is deterministic on one machine.
+    ``timed``: the numbers are times. ``absent``: why it cannot be measured, whatever the models.
+    ``forwards``: about how many forward passes of one image through the whole backbone it takes, for ``--dry-run``.
     """
 
     key: str
     places: tuple[Place, ...]
-    run: Callable[[Workshop], Iterable[Measured]] | None
+    run: Callable[[Workshop], Iterable[Measured]] | None = None
     model: str = ""
     data: str = ""
+    needs: tuple[str, ...] = ()
     timed: bool = False
     absent: str | None = None
-    seconds: float | None = None  # about how long it takes on two cores, for --dry-run and progress
+    forwards: float = 0.0
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return tuple(role for role in (self.model, self.data, *self.needs) if role)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a claim comes to on these rows. ``why`` names the numbers, in one or two sentences."""
+    """What a claim comes to on these rows. ``why`` names the numbers and the model, in one or two sentences."""
 
     word: Word
     why: str
@@ -84,7 +98,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Claim:
-    """A sentence of the paper, and how the rows decide it. ``where``: the label of the paper that says it."""
+    """A sentence of the paper, and how the rows decide it. ``where``: the label in the paper where it stands."""
 
     sentence: str
     where: str
@@ -104,11 +118,36 @@ class Column:
 
 
 @dataclass(frozen=True)
+class Figure:
+    """A picture that the report draws.
+
+    From rows, ``table`` names which: "curves", a line for each row of the table over its columns, whose names are
+    numbers such as ratios; "scatter", a point for each row of the table with the columns ``x`` and ``y``, rows named
+    "LINE · POINT" joined to lines. ``log``: the vertical axis is logarithmic.
+
+    From arrays/NAME.npz, of n pictures: "spectrum": for each name singular values [r] or [images, r]; "maps":
+    pictures uint8 [n, H, W, 3], names [m], maps [m, n, h, w] and rho [m, n] against the first map (NaN where there is
+    none); "wipe": pictures, before and after [n, h, w], captions [n]; "neighbours": pictures, the grid [2] of patches,
+    names [m] of distances and nearest [m, n, patches, k], numbers of the k patches nearest to each patch.
+    """
+
+    name: str
+    kind: FigureKind
+    title: str
+    about: str = ""
+    table: str = ""
+    x: str = ""
+    y: str = ""
+    log: bool = False
+
+
+@dataclass(frozen=True)
 class Experiment:
     """A table or figure of the paper.
 
-    ``cells``: those of a scale, in the order of the table. ``paper``: the paper's values by place; a place that no cell
-    has is an error. ``figures``: names of pictures that the report draws from arrays/NAME.npz beside the rows.
+    ``cells``: those of a scale, in the order of the tables. ``counts``: how many images, steps, seeds and directions at
+    each scale, by names that the experiment chooses. ``paper``: the paper's values by place; a place that no cell has
+    is an error. ``footnotes``: what the paper's table cannot have right, made of the rows; None where they lack it.
     """
 
     name: str
@@ -117,87 +156,72 @@ class Experiment:
     about: str
     columns: tuple[Column, ...]
     cells: Callable[[Scale], Sequence[Cell]]
-    paper: Mapping[Place, float] = field(default_factory=dict)
+    counts: Mapping[ScaleName, Mapping[str, int]] = field(default_factory=dict)
+    paper: Mapping[Place, float | str] = field(default_factory=dict)
     claims: tuple[Claim, ...] = ()
-    figures: tuple[str, ...] = ()
-    footnotes: tuple[str, ...] = ()  # what the paper's table cannot have right, with our measurement
+    figures: tuple[Figure, ...] = ()
+    footnotes: tuple[Callable[[Found], str | None], ...] = ()
 
-
-@dataclass(frozen=True)
-class Scale:
-    """How much is done, and with what. A role that is not in ``models`` or ``data`` is not at this scale.
-
-    ``models``: by role ("tiny-scenes", "tiny-views", "dinov2", "clip", "saliency", "depth-anything", "vggt") a name
-    that `load_probe` takes, or a folder. ``data``: by role ("scenes", "views", "train", "held-out", "sketch", "rgbd",
-    "bank") a folder of images, or a range of seeds of scenes that are drawn. ``counts``: how many images, steps, seeds
-    and directions, by a name that the experiment knows ("images", "spectra", "train", "steps", "seeds", "rank").
-    ``substitutes``: roles whose weights are not those of the paper, with the paper's.
-    """
-
-    name: ScaleName
-    models: Mapping[str, str]
-    data: Mapping[str, str]
-    counts: Mapping[str, int]
-    substitutes: Mapping[str, str] = field(default_factory=dict)
-    seed: int = 0
-
-    def why_absent(self, cell: Cell) -> str | None:
-        """Say why a cell cannot be measured at this scale; None if it can."""
-        if cell.absent:
-            return f"{ABSENT}: {cell.absent}"
-        if cell.model and cell.model not in self.models:
-            return f"{ABSENT}: it has no {cell.model}"
-        if cell.data and cell.data not in self.data:
-            return f"{ABSENT}: it has no images {cell.data!r}"
-        return None
-
-
-class Workshop(Protocol):
-    """What a cell works with. Everything that is expensive is made once, kept on disk where it can be, and found again
-    by the same name, also by a later run."""
-
-    scale: Scale
-    progress: Progress
-
-    @property
-    def folder(self) -> Path:
-        """Of this experiment, for arrays of figures (`arrays/NAME.npz`)."""
-
-    @property
-    def store(self) -> Path:
-        """Of all experiments of this run, for what several share: heads, targets, bottlenecks, by content."""
-
-    def probe(self, model: str, decoder: str, layer: int | str) -> Any:
-        """Return the frozen probe of a role, loaded once."""
-
-    def images(self, data: str, count: int, size: int | None = None, *, skip: int = 0) -> Any:
-        """Return normalised images [B, 3, H, W] of a role: the first ``count`` after ``skip``, always the same."""
-
-    def head(self, model: str, decoder: str, layer: int, **recipe: Any) -> Any:
-        """Return the importance head of this recipe, trained when it is first asked for."""
-
-    def count(self, name: str) -> int:
-        """Return `Scale.counts`[name]."""
+    def checked_cells(self, scale: Scale) -> list[Cell]:
+        """Return the cells of a scale, or raise an error for what is wrong with the list: nothing is run."""
+        cells = list(self.cells(scale))
+        keys = [cell.key for cell in cells]
+        places = [place for cell in cells for place in cell.places]
+        columns = {column.name for column in self.columns}
+        tables = {place.table for place in places}
+        wrong = [f"cell {key!r} is listed twice" for key in _twice(keys)]
+        wrong += [f"{place} belongs to two cells" for place in _twice(places)]
+        wrong += [
+            f"column {place.column!r} of {place} is not listed" for place in places if place.column not in columns
+        ]
+        wrong += [f"the paper's {place} has no cell" for place in self.paper if place not in set(places)]
+        wrong += [f"cell {cell.key!r} has neither run nor absent" for cell in cells if not (cell.run or cell.absent)]
+        wrong += [
+            f"figure {own.name!r}: no table {own.table!r}" for own in self.figures if own.table not in {"", *tables}
+        ]
+        if wrong:
+            raise PullbackError(f"experiment {self.name}: {'; '.join(wrong)}.")
+        return cells
 
 
 class Found:
-    """Finished rows by place, as claims read them."""
+    """Finished rows by place, as claims and footnotes read them; what is absent is not there."""
 
     def __init__(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        self._rows = {Place(row["table"], row["row"], row["column"]): row for row in rows}
+        self._rows = {Place(row["table"], row["row"], row["column"]): row for row in rows if row["value"] is not None}
 
-    def __iter__(self) -> Any:
-        return iter(self._rows.items())
+    def __iter__(self) -> Iterator[Place]:
+        return iter(self._rows)
 
     def row(self, table: str, row: str, column: str) -> Mapping[str, Any] | None:
-        """Return the row of a place that was measured; None where it is absent or there is none."""
-        found = self._rows.get(Place(table, row, column))
-        return None if found is None or found["value"] is None else found
+        return self._rows.get(Place(table, row, column))
 
     def value(self, table: str, row: str, column: str) -> float | None:
         found = self.row(table, row, column)
-        return None if found is None else found["value"]
+        return None if found is None else float(found["value"])
 
     def rows(self, table: str) -> list[str]:
-        """Return the names of the rows of a table, in order, once each."""
+        """Return the names of the rows of a table that have a value, in order, once each."""
         return list(dict.fromkeys(place.row for place in self._rows if place.table == table))
+
+    def columns(self, table: str, row: str) -> dict[str, float]:
+        """Return the values of a row of a table by column, in order."""
+        return {
+            place.column: float(found["value"])
+            for place, found in self._rows.items()
+            if (place.table, place.row) == (table, row)
+        }
+
+
+def overall(parts: Mapping[str, bool | None], why: str) -> Verdict:
+    """Return "holds" if all parts hold, "does not hold" if none does, "holds partly" between, "not at this scale" if
+    none could be looked at (None)."""
+    seen = [held for held in parts.values() if held is not None]
+    if not seen:
+        return Verdict("not at this scale", why)
+    return Verdict("holds" if all(seen) else "holds partly" if any(seen) else "does not hold", why)
+
+
+def _twice(items: Sequence[Any]) -> list[Any]:
+    seen: set[Any] = set()
+    return [item for item in items if item in seen or seen.add(item)]  # type: ignore[func-returns-value]

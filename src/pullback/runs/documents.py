@@ -79,6 +79,11 @@ def read_scenes(folder: Path) -> dict[str, np.ndarray]:
     return read_arrays(folder / SCENES)
 
 
+REPRODUCE = "reproduce.json"
+EXPERIMENT = "experiment.json"
+TIMES = "times.jsonl"
+REPORT_PAGE, REPORT_TEXT = "report.html", "report.md"
+
 LOOK = "look.json"
 LOOK_ARRAYS = "look.npz"
 

@@ -31,6 +31,7 @@ KINDS = {
     "targets": _Kind("targets", (documents.TARGETS,)),
     "train": _Kind("a training run", (documents.CHECKPOINT, documents.METRICS)),
     "plan": _Kind("a pruned model", (documents.PRUNED,)),
+    "reproduce": _Kind("experiments", (documents.REPRODUCE,)),
     "demo": _Kind("a demo", (f"scenes/{documents.SCENES}", documents.SCENES)),
     "look": _Kind("pictures", (documents.LOOK,)),
     "index": _Kind("a gallery", (documents.GALLERY,)),
