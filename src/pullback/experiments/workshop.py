@@ -171,10 +171,10 @@ class Workshop:
         return torch.tensor([numbers[name] for name in names])
 
     def scenes(self, count: int, views: int, size: int = 112, *, data: str = "scenes", skip: int = 0) -> Tensor:
-        """Return drawn scenes of several views [B, S, 3, H, W], normalised."""
+        """Return drawn scenes of several views [B, S, 3, H, W] in [0, 1], as a VGGT takes them."""
         first, ranges = DRAWN[data]
         seeds = range(first + skip, first + skip + count)
-        return normalised(render(seeds, size=size, views=views, ranges=ranges).rgb).to(self.device)
+        return render(seeds, size=size, views=views, ranges=ranges).rgb.to(self.device)
 
     def available(self, data: str) -> int | None:
         """Return how many pictures a role has; None for scenes, of which there is no end."""
