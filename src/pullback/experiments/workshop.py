@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -196,40 +196,56 @@ class Workshop:
         self, probe: ProbeMap, data: str, count: int, *, size: int | None = None, skip: int = 0, rank: int = 20
     ) -> dict[str, Tensor]:
         """Return what heads learn from, of ``count`` pictures: "features" [n, N, D], "importance" [n, N], "block-norm"
-        [n, N] and "singular_values" [n, r]; computed once for all experiments."""
+        [n, N] and "singular_values" [n, r]; computed once for all experiments, in parts: more pictures go on where
+        fewer ended."""
         key = {
-            "what": "targets", **self._of(probe), "data": self._data(data), "count": count, "size": size, "skip": skip,
+            "what": "targets", **self.identity(probe), "data": self._data(data), "size": size, "skip": skip,
             "rank": rank, "seed": self.seed,
         }  # fmt: skip
-        name = _hash(key)
-        if name in self._targets:
-            return self._targets[name]
-        model = self._role(probe)
-        pixels = self.images(data, count, model=model, size=size, skip=skip)
-        parts = [probe.features(pixels[at : at + _BATCH]) for at in range(0, count, _BATCH)]
-        features = torch.cat([part.as_subclass(Tensor) for part in parts])
-        folder = self._out / "store" / f"targets-{name}"
-        if not (folder / "targets.npz").is_file():
-            self.progress.describe(f"targets of {count} pictures")
+        name = _hash({**key, "count": count})
+        if name not in self._targets:
+            pixels = self.images(data, count, model=self._role(probe), size=size, skip=skip)
+            parts = [probe.features(part) for part in pixels.split(_BATCH)]
+
+            def part_of(number: int) -> dict[str, Tensor]:
+                self.progress.describe(f"targets of {count} pictures")
+                seed = self.seed + number * _BATCH
+                found = targets_of(probe, parts[number], rank, seed=seed, batch_size=_BATCH)
+                return {
+                    "importance": found.importance,
+                    "block-norm": found.block_energy.value.clamp_min(0).sqrt(),
+                    "singular_values": found.singular_values,
+                }
+
             found = [
-                targets_of(probe, part, rank, seed=self.seed + at * _BATCH, batch_size=_BATCH)
-                for at, part in enumerate(parts)
+                self.kept({**key, "first": number * _BATCH, "count": len(part)}, partial(part_of, number))
+                for number, part in enumerate(parts)
             ]
-            arrays = {
-                "importance": torch.cat([part.importance for part in found]),
-                "block-norm": torch.cat([part.block_energy.value for part in found]).clamp_min(0).sqrt(),
-                "singular_values": torch.cat([part.singular_values for part in found]),
-            }
-            with replaced_folder(folder) as temporary:
-                write_arrays(temporary / "targets.npz", {k: v.cpu().numpy() for k, v in arrays.items()})
-        stored = read_arrays(folder / "targets.npz")
-        loaded = {k: torch.from_numpy(np.ascontiguousarray(v)).to(self.device) for k, v in stored.items()}
-        self._targets[name] = {"features": features, **loaded}
+            features = torch.cat([part.as_subclass(Tensor) for part in parts])
+            self._targets[name] = {"features": features, **{k: torch.cat([one[k] for one in found]) for k in found[0]}}
         return self._targets[name]
+
+    def kept(self, key: Mapping[str, Any], compute: Callable[[], Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """Return tensors that are computed when they are first wanted, and lie in the store from then on. ``key``: what
+        decides them, as plain JSON; see `identity`."""
+        folder = self.store / f"{key['what']}-{_hash(key)}"
+        if not (folder / "arrays.npz").is_file():
+            arrays = {name: value.detach().cpu().numpy() for name, value in compute().items()}
+            with replaced_folder(folder) as temporary:
+                write_arrays(temporary / "arrays.npz", arrays)
+        stored = read_arrays(folder / "arrays.npz")
+        return {name: torch.from_numpy(np.ascontiguousarray(value)).to(self.device) for name, value in stored.items()}
+
+    def identity(self, probe: ProbeMap) -> dict[str, Any]:
+        """Return what tells a probe from others, as plain JSON."""
+        return {
+            "weights": self.weights(self._role(probe)), "decoder": probe.decoder.name, "layer": str(probe.layer),
+            **{name: str(value) for name, value in probe.identity.items()},
+        }  # fmt: skip
 
     def head(self, probe: ProbeMap, recipe: HeadRecipe) -> ImportanceHead:
         """Return the importance head of a recipe, trained when it is first wanted."""
-        key = {"what": "head", **self._of(probe), **vars(recipe), "data": self._data(recipe.data)}
+        key = {"what": "head", **self.identity(probe), **vars(recipe), "data": self._data(recipe.data)}
         folder = self._out / "store" / f"head-{_hash(key)}"
         if not (folder / "config.json").is_file():
             judged = max(8, recipe.images // 8)
@@ -266,12 +282,6 @@ class Workshop:
 
     def _role(self, probe: ProbeMap) -> str:
         return next(key[0] for key, own in self._probes.items() if own is probe)
-
-    def _of(self, probe: ProbeMap) -> dict[str, Any]:
-        return {
-            "weights": self.weights(self._role(probe)), "decoder": probe.decoder.name, "layer": str(probe.layer),
-            **{name: str(value) for name, value in probe.identity.items()},
-        }  # fmt: skip
 
     def _data(self, data: str) -> str:
         return data if data in DRAWN else str(Path(self.scale.data[data]).expanduser().resolve())
