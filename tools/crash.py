@@ -1,6 +1,7 @@
 """Kill commands at random moments, let them go on, and compare what they leave with an uninterrupted run.
 
     python tools/crash.py [--kills 20] [--commands targets,train,prune,diagnose] [--save-every 30] [--out FILE]
+    python tools/crash.py --commands reproduce:full-sweep,reproduce:estimators,reproduce:overview --out FILE
 
 Every command first runs to its end. Then it runs in another folder, is killed (SIGKILL) after a random part of that
 time, and the same command goes on, to be killed again, until one gets through; then comes the next folder, until there
@@ -11,6 +12,8 @@ What a kill costs is read from the files: the time from the last file that the r
 had written none, to the kill. It may not be more than ``--save-every`` seconds, to which the commands are set as well,
 and what a command needs that has nothing left to do: loading, the features of a training. A job here lasts seconds:
 with ``--save-every 0.5`` it is to its saves what a job of minutes is to those every 30 s.
+
+`reproduce:NAME` is an experiment of the paper at the scale tiny, and keeps every finished cell, however long that took.
 
 Commands run in forks of this process, which has imported everything, so that kills hit work and not imports. Figures
 are left out. Nothing outside of the folder ``--work`` is written; the exit code is 1 if anything differed.
@@ -46,6 +49,7 @@ from pullback.runs.provenance import provenance
 from pullback.scenes.render import render
 from pullback.targets import compute as computing
 
+REPRODUCE = "reproduce:"
 SMALL = ("--size", "56", "--device", "cpu")
 SLACK = 1.5  # a machine that is busy with other things saves a little later
 
@@ -96,12 +100,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="file for the results (JSON)")
     given = parser.parse_args(arguments)
     rows = {}
+    names = given.commands.split(",")
     with tempfile.TemporaryDirectory() as temporary:
         work = given.work or Path(temporary)
-        jobs = prepared(work, given.images)
+        reproduced = [name for name in names if name.startswith(REPRODUCE)]
+        jobs = {name: reproduction(name.removeprefix(REPRODUCE)) for name in reproduced}
+        if len(reproduced) < len(names):
+            jobs |= prepared(work, given.images)
         good = True
-        for name in given.commands.split(","):
-            outcome = crash(jobs[name], work / name, given.kills, given.save_every, random.Random(given.seed))
+        for name in names:
+            outcome = crash(
+                jobs[name], work / name.replace(":", "-"), given.kills, given.save_every, random.Random(given.seed)
+            )
             print(outcome.line(name, given.save_every), flush=True)
             good &= outcome.good(given.save_every)
             rows[name] = asdict(outcome) | {"allowed": outcome.allowed(given.save_every)}
@@ -135,6 +145,11 @@ def prepared(work: Path, images: int) -> dict[str, Job]:
             ("diagnose", *model, *SMALL, "--layer", "7", "--layer", "9", "--rank", "3"), diagnosis_difference
         ),
     }
+
+
+def reproduction(name: str) -> Job:
+    """Return the job of an experiment."""
+    return Job(("reproduce", name, "--scale", "tiny", "--device", "cpu"), experiment_difference)
 
 
 def crash(job: Job, work: Path, kills: int, save_every: float, draw: random.Random) -> Outcome:
@@ -282,6 +297,19 @@ def diagnosis_difference(one: Path, other: Path) -> str:
         names = [name for name in a.files if name.startswith("L")]
         if any(not np.array_equal(a[name], b[name]) for name in names):
             return "importance.npz differs"
+    return ""
+
+
+def experiment_difference(one: Path, other: Path) -> str:
+    """Compare the rows of two runs byte by byte, and their verdicts; times are not compared."""
+    for whole in sorted(one.glob("*/rows.jsonl")):
+        again = other / whole.relative_to(one)
+        if not again.is_file() or whole.read_bytes() != again.read_bytes():
+            return f"{whole.relative_to(one)} differs"
+    for whole in sorted(one.glob("*/experiment.json")):
+        first, second = (json.loads(path.read_text("utf-8")) for path in (whole, other / whole.relative_to(one)))
+        if any(first[part] != second[part] for part in ("claims", "places", "footnotes")):
+            return f"the verdicts of {whole.parent.name} differ"
     return ""
 
 

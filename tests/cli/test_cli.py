@@ -400,7 +400,10 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=120)
 
 
-COMMANDS = ("diagnose", "demo", "look", "ls", "pareto", "plan", "prune", "targets", "train head", "train spn", "tune")
+COMMANDS = (
+    *("diagnose", "demo", "look", "ls", "pareto", "plan", "prune", "reproduce", "targets", "train head", "train spn"),
+    "tune",
+)
 
 
 def test_help_and_ls_import_neither_torch_nor_transformers():
