@@ -34,7 +34,7 @@ from pullback.probes.probe import probe_at
 from pullback.runs.files import make_folder, read_arrays, replaced_folder, write_arrays
 from pullback.runs.progress import Progress
 from pullback.runs.provenance import weights_hash
-from pullback.scenes.render import normalised, render, scene_labels
+from pullback.scenes.render import CLASSES, normalised, render, scene_labels
 from pullback.targets.recipe import targets_of
 
 TRAINING = {"photos": "photos-train", "rooms": "rooms", "sketches": "photos-train", "scenes": "scenes-train"}
@@ -142,33 +142,52 @@ class Workshop:
         model: always the same ones. Fewer than ``count`` is an error."""
         key = (data, count, size, skip, model if data not in DRAWN else "")
         if key not in self._images:
-            if data in DRAWN:
-                first, ranges = DRAWN[data]
-                seeds = range(first + skip, first + skip + count)
-                parts = [
-                    normalised(render(seeds[at : at + _BATCH], size=size or 224, ranges=ranges).rgb[:, 0])
-                    for at in range(0, count, _BATCH)
-                ]
-                self._images[key] = torch.cat(parts)
-            else:
-                files = self._files(data)[skip : skip + count]
-                self._check_count(data, len(files), count, skip)
-                self._images[key] = load_images(files, self.backbone(model), size=size)
-                self._check_count(data, len(self._images[key]), count, skip)
+            self._images[key] = self._loaded(data, count, model, size, skip)
         return self._images[key].to(self.device)
 
+    def image_parts(
+        self, data: str, count: int, part: int, *, model: str, size: int | None = None
+    ) -> list[Callable[[], Tensor]]:
+        """Return what reads ``count`` pictures of a role, ``part`` at a time, for sets too large to be held."""
+        firsts = range(0, count, part)
+        return [partial(self._part, data, min(part, count - first), model, size, first) for first in firsts]
+
+    def _part(self, *chosen: Any) -> Tensor:
+        return self._loaded(*chosen).to(self.device)
+
+    def _loaded(self, data: str, count: int, model: str, size: int | None, skip: int) -> Tensor:
+        if data in DRAWN:
+            first, ranges = DRAWN[data]
+            seeds = range(first + skip, first + skip + count)
+            parts = [
+                normalised(render(seeds[at : at + _BATCH], size=size or 224, ranges=ranges).rgb[:, 0])
+                for at in range(0, count, _BATCH)
+            ]
+            return torch.cat(parts)
+        files = self._files(data)[skip : skip + count]
+        self._check_count(data, len(files), count, skip)
+        pixels = load_images(files, self.backbone(model), size=size)
+        self._check_count(data, len(pixels), count, skip)
+        return pixels
+
     def labels(self, data: str, count: int, *, skip: int = 0) -> Tensor:
-        """Return the classes [B] of the pictures that `images` returns: of a folder by the labels.csv in it or above
-        it, or by its subfolders."""
+        """Return the classes [B] of the pictures that `images` returns, numbered within their role."""
         if data in DRAWN:
             first, ranges = DRAWN[data]
             return scene_labels(range(first + skip, first + skip + count), ranges)
+        names = self.classes(data, len(self._files(data)))
+        numbers = {name: number for number, name in enumerate(sorted(set(names)))}
+        return torch.tensor([numbers[name] for name in names[skip : skip + count]])
+
+    def classes(self, data: str, count: int, *, skip: int = 0) -> list[str]:
+        """Return the names of these classes, which are the same in every role: of a folder by the labels.csv in it or
+        above it, or by its subfolders."""
+        if data in DRAWN:
+            return [CLASSES[label] for label in self.labels(data, count, skip=skip).tolist()]
         root = Path(self.scale.data[data]).expanduser()
         table = next((place / "labels.csv" for place in (root, root.parent) if (place / "labels.csv").is_file()), None)
         class_of = classes_from_folders(root) if table is None else classes_from_table(table)
-        names = [class_of(file) for file in self._files(data)[skip : skip + count]]
-        numbers = {name: number for number, name in enumerate(sorted({class_of(f) for f in self._files(data)}))}
-        return torch.tensor([numbers[name] for name in names])
+        return [class_of(file) for file in self._files(data)[skip : skip + count]]
 
     def scenes(self, count: int, views: int, size: int = 112, *, data: str = "scenes", skip: int = 0) -> Tensor:
         """Return drawn scenes of several views [B, S, 3, H, W] in [0, 1], as a VGGT takes them."""
