@@ -200,7 +200,8 @@ class Workshop:
         return None if data in DRAWN else len(self._files(data))
 
     def _files(self, data: str) -> list[Path]:
-        return find_images(self.scale.data[data])
+        """The pictures of a role; not the depth maps that lie beside them, NAME_depth.png of NAME.jpg."""
+        return [file for file in find_images(self.scale.data[data]) if not file.stem.endswith("_depth")]
 
     def _check_count(self, data: str, found: int, count: int, skip: int) -> None:
         if found < count:
