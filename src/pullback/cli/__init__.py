@@ -15,6 +15,7 @@ from pullback.cli.ls import ls
 from pullback.cli.pareto import pareto
 from pullback.cli.plan import plan
 from pullback.cli.prune import prune
+from pullback.cli.report import report
 from pullback.cli.reproduce import reproduce
 from pullback.cli.search import search
 from pullback.cli.targets import targets
@@ -29,7 +30,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (diagnose, demo, look, ls, pareto, plan, prune, reproduce, search, targets, tune):
+for command in (diagnose, demo, look, ls, pareto, plan, prune, report, reproduce, search, targets, tune):
     app.command()(command)
 app.add_typer(index)
 app.add_typer(train)

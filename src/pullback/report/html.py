@@ -25,13 +25,29 @@ _FILTERS = (
     *("after_blocks", "counted", "findings", "lower_bound", "missed", "p_value", "percent", "plain", "regime"),
     *("sample_count", "samples", "share", "short_name", "times"),
 )
+_ESCAPED = {letter: f"\\{letter}" for letter in "\\`*_[]"} | {
+    letter: f"&#{ord(letter)};"
+    for letter in "&<>|$~"  # dialects of Markdown do not agree on these
+}
 
 
-def write_html(out: Path, template: str, content: Mapping[str, Any]) -> Path:
-    """Fill a template and write it as `index.html` into ``out``; return its path."""
-    page = out / files.PAGE
+def write_html(out: Path, template: str, content: Mapping[str, Any], name: str = files.PAGE) -> Path:
+    """Fill a template and write it as `index.html`, or ``name``, into ``out``; return its path."""
+    page = out / name
     write_text(page, _templates().get_template(template).render(content))
     return page
+
+
+def write_markdown(out: Path, template: str, content: Mapping[str, Any], name: str) -> Path:
+    """Fill a template of Markdown, in which the filter `md` escapes, and write it into ``out``; return its path."""
+    page = out / name
+    write_text(page, _templates(autoescape=False).get_template(template).render(content))
+    return page
+
+
+def markdown_text(text: object) -> str:
+    """Escape what Markdown or a table of it would take for more than letters; line breaks become spaces."""
+    return "".join(_ESCAPED.get(letter, letter) for letter in " ".join(str(text).split()))
 
 
 def data_uri(picture: bytes, kind: str) -> str:
@@ -53,18 +69,18 @@ def colour_bar(scale: tuple[float, float]) -> dict[str, str]:
     return {"low": f"{low:.2g}", "high": f"{high:.2g}", "stops": stops}
 
 
-def _templates() -> Environment:
+def _templates(*, autoescape: bool = True) -> Environment:
     """Set Jinja up to escape everything and to refuse missing values."""
     templates = Environment(
         loader=PackageLoader("pullback.report"),
-        autoescape=True,
+        autoescape=autoescape,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
     templates.filters |= {name: getattr(wording, name) for name in _FILTERS}
-    templates.filters |= {"layer_name": files.layer_name, "plus_minus": _plus_minus}
+    templates.filters |= {"layer_name": files.layer_name, "plus_minus": _plus_minus, "md": markdown_text}
     return templates
 
 
