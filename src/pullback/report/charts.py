@@ -261,9 +261,9 @@ def log_ticks(low: float, high: float) -> list[tuple[float, str]]:
 
 
 def _tick(value: float) -> str:
-    if value == 0 or 1e-3 <= abs(value) < 1e6:
-        return f"{value:.10g}".replace("-", "−")
-    return number(value, Style(digits=2)).replace("1.0·", "")
+    if value == 0 or 1e-4 <= abs(value) < 1e6:
+        return f"{value:.10f}".rstrip("0").rstrip(".").replace("-", "−")
+    return number(value, Style(digits=2)).removeprefix("1.0·")
 
 
 def _limits(values: Sequence[float], *, log: bool) -> tuple[float, float]:

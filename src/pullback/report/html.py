@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +70,9 @@ def colour_bar(scale: tuple[float, float]) -> dict[str, str]:
     return {"low": f"{low:.2g}", "high": f"{high:.2g}", "stops": stops}
 
 
+@cache
 def _templates(*, autoescape: bool = True) -> Environment:
-    """Set Jinja up to escape everything and to refuse missing values."""
+    """Set Jinja up, once, to escape everything and to refuse missing values."""
     templates = Environment(
         loader=PackageLoader("pullback.report"),
         autoescape=autoescape,

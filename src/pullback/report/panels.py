@@ -36,7 +36,7 @@ class Quality(NamedTuple):
 
     side: int
     kept: int
-    count: int
+    pictures: int
 
 
 QUALITIES = (
@@ -71,8 +71,8 @@ class Album:
 
     def shown(self, count: int) -> range:
         """Return which of so many pictures of a figure are shown."""
-        self.left_out += max(0, count - self.quality.count)
-        return range(min(count, self.quality.count))
+        self.left_out += max(0, count - self.quality.pictures)
+        return range(min(count, self.quality.pictures))
 
 
 def webp_uri(picture: Image.Image, quality: int) -> str:

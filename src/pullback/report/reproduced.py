@@ -267,7 +267,7 @@ def _told(
 def _remark(album: Album) -> str:
     """Say what a page that would be too heavy goes without."""
     limit = f"{MAX_BYTES / 1e6:.0f} MB"
-    if not album.quality.count:
+    if not album.quality.pictures:
         return (
             f"To keep this page below {limit}, it shows no pictures. They are in the arrays folders of the experiments."
         )

@@ -117,14 +117,17 @@ def _rows(path: Path) -> dict[Place, dict[str, Any]]:
     try:
         rows = Rows(path).read(cut=False)  # of a run that goes on meanwhile, the last line may be half-written
     except FileError as error:
-        raise FileError(f"{str(error).partition(' Choose')[0]} {_again(path.parent)}") from None
+        message = str(error).removeprefix("out: ").partition(" Choose")[0]
+        raise FileError(f"folder: {message} Delete that line. {_again(path.parent)}") from None
     found: dict[Place, dict[str, Any]] = {}
     for number, row in enumerate(rows, start=1):
         if not (isinstance(row, dict) and all(key in row for key in _IN_A_ROW)):
-            raise FileError(f"folder: line {number} of {path} is no row of an experiment. {_again(path.parent)}")
+            raise FileError(
+                f"folder: line {number} of {path} is no row of an experiment. Delete it. {_again(path.parent)}"
+            )
         found[Place(row["table"], row["row"], row["column"])] = row
     return found
 
 
 def _again(folder: Path) -> str:
-    return f"Delete {folder}, and run `pullback reproduce {folder.name}` with the settings of its folder again."
+    return f"Run `pullback reproduce {folder.name}` again, with what it was run with: it measures what is missing."
