@@ -5,7 +5,7 @@ BIN     := .venv/bin
 STAMP   := .venv/.installed
 DOCS_STAMP := .venv/.docs
 
-.PHONY: venv demo test test-portable lint format bench docs wheel-check clean
+.PHONY: venv demo test test-portable browser lint format bench docs wheel-check clean
 .DEFAULT_GOAL := test
 
 venv: $(STAMP)
@@ -54,6 +54,20 @@ test-portable: venv
 	done; \
 	workers=$$((($(WORKERS) + 1) / 2)); portable OMP_NUM_THREADS=2 MKL_NUM_THREADS=2; \
 	test -z "$$failed" || { printf "$${failed#??}\n"; exit 1; }
+
+# Debian's Chromium, in which `make test` opens the report of the experiments; without one those tests are skipped.
+browser:
+	@if command -v chromium >/dev/null; then echo "[browser] there already: $$(command -v chromium)"; \
+	elif ! command -v apt-get >/dev/null; then \
+	    echo "[browser] no apt-get here: install Chromium or Chrome in another way, so that it is on the PATH"; exit 1; \
+	else \
+	    as_root=; test "$$(id -u)" = 0 || as_root=sudo; \
+	    if test -n "$$as_root" && ! command -v sudo >/dev/null; then \
+	        echo "[browser] as root: apt-get install --no-install-recommends chromium"; exit 1; fi; \
+	    echo "[browser] installing Debian's chromium"; \
+	    $$as_root apt-get -qq update && $$as_root apt-get -qq install -y --no-install-recommends chromium >/dev/null && \
+	    chromium --version; \
+	fi
 
 format: venv
 	@$(BIN)/ruff check --fix --quiet .

@@ -330,11 +330,11 @@ def test_a_figure_of_rows_that_are_all_absent_is_a_sentence(tmp_path):
 
 
 def test_a_page_that_would_be_too_heavy_shows_fewer_and_smaller_pictures_and_says_so(tmp_path, monkeypatch):
-    folder = write_reproduced(tmp_path / "one", side=256)
+    folder = write_reproduced(tmp_path / "one")
     maps = folder / "dense-pruning" / "arrays" / "depth.npz"
-    noise = np.random.default_rng(0).integers(0, 256, (6, 256, 256, 3), dtype=np.uint8)
+    noise = np.random.default_rng(0).integers(0, 256, (4, 96, 96, 3), dtype=np.uint8)
     field = noise[..., 0].astype(float)
-    write_arrays(maps, {"pictures": noise, "before": field, "after": field, "captions": np.array(["noise"] * 6)})
+    write_arrays(maps, {"pictures": noise, "before": field, "after": field, "captions": np.array(["noise"] * 4)})
     full = write_report(folder, order=ORDER)
     assert full.remark is None
     monkeypatch.setattr(reproduced, "MAX_BYTES", full.page.stat().st_size // 2)

@@ -78,7 +78,7 @@ class Album:
 def webp_uri(picture: Image.Image, quality: int) -> str:
     """Put a picture into an address, as WebP."""
     buffer = io.BytesIO()
-    picture.save(buffer, "WEBP", quality=quality, method=6)
+    picture.save(buffer, "WEBP", quality=quality)
     return data_uri(buffer.getvalue(), "webp")
 
 
