@@ -19,7 +19,9 @@ then that it is to be run again. 518 px are the same parts with `--size 518 --st
 
 What to carry: the checkout takes most of the 64 MiB that travel with a call, so `pack` makes parts of 15 MB. Carry one
 of them (`local/parts/NN`) per call, and unpack it outside the checkout, where it stays while the machine is held.
-`local/frontier` (points, and what was tuned before) is small and goes with the first call of a lease.
+`local/frontier` (points, and what was tuned before) is small and goes with the first call of a lease. There the command
+is `PYTHONPATH=src python3 benchmarks/frontier.py`. A tuning of 700 steps takes about 45 s for a ViT-S on an H200, so
+one lease of half an hour has the points and 25 tunings, of the 40 that there are; the folds take as many again.
 
 Points: for each method the mildest setting within a budget of operations (`pb.operations`). Ours is what
 `pb.plan_pruning` finds on training pictures; "planned, own size" may not shrink pictures. Tuning is the same for all:
@@ -52,7 +54,6 @@ from pullback.evaluation.neighbours import classes_from_table, leave_one_out
 from pullback.evaluation.statistics import bootstrap_mean, bootstrap_share, mcnemar_p
 from pullback.learning.train_heads import heads_config, stream_config, train_heads
 from pullback.pruning.pareto import NEIGHBOURS, ParetoRequest, run_pareto
-from pullback.report.pareto_figures import pareto_png
 from pullback.runs.documents import PRUNED
 from pullback.runs.progress import Progress
 
@@ -400,17 +401,36 @@ def make_heads(study: Study, clock: Clock) -> None:
 
 
 def pack(options: argparse.Namespace) -> None:
-    """Write folders as one tar in parts of a size that travels: OUT/00, OUT/01, ..."""
+    """Write folders as one tar in parts of a size that travels: OUT/00/part, OUT/01/part, ..."""
+    _write_parts({folder.resolve().name: folder for folder in map(Path, getattr(options, "from"))}, options)
+
+
+def collect(options: argparse.Namespace) -> None:
+    """Write the points, tuned vectors, hits and summaries in such parts, without rows, embeddings and heads in the
+    making; `unpack` makes the same folder of them elsewhere."""
+    work, heads = Path(options.work), Path(options.work) / "heads"
+    chosen = {
+        str(path.relative_to(work)): path
+        for path in sorted(work.rglob("*"))
+        if path.is_file()
+        and "embeddings" not in path.parts
+        and path.name != "rows.jsonl"
+        and path not in (heads / "checkpoint.pt", heads / "metrics.jsonl")
+    }
+    _write_parts(chosen, options)
+
+
+def _write_parts(things: dict[str, Path], options: argparse.Namespace) -> None:
     content = io.BytesIO()
-    with tarfile.open(fileobj=content, mode="w") as tar:
-        for folder in map(Path, getattr(options, "from")):
-            tar.add(folder, arcname=folder.resolve().name)
+    with tarfile.open(fileobj=content, mode="w:gz", compresslevel=1) as tar:
+        for name, path in things.items():
+            tar.add(path, arcname=name)
     whole, step = content.getvalue(), int(1e6 * options.part_mb)
     for number, start in enumerate(range(0, len(whole), step)):
         place = Path(options.out) / f"{number:02d}"
         place.mkdir(parents=True, exist_ok=True)
         (place / "part").write_bytes(whole[start : start + step])
-    print(f"[frontier] {-(-len(whole) // step)} parts of {len(whole) / 1e6:.0f} MB in {options.out}")
+    print(f"[frontier] {-(-len(whole) // step)} parts of {len(whole) / 1e6:.1f} MB in {options.out}")
 
 
 def unpack(options: argparse.Namespace) -> None:
@@ -424,21 +444,12 @@ def unpack(options: argparse.Namespace) -> None:
         with tarfile.open(fileobj=io.BytesIO(b"".join(part.read_bytes() for part in parts))) as tar:
             tar.getmembers()  # which fails before anything is written, where the end is missing
             tar.extractall(kept, filter="data")
+        for part in parts:
+            part.unlink()
         folders = sorted(path.name for path in kept.iterdir() if path.is_dir())
         print(f"[frontier] {len(parts)} parts: {', '.join(folders)}")
     except (tarfile.ReadError, EOFError):
         print(f"[frontier] {len(parts)} parts so far; carry the next one")
-
-
-def collect(options: argparse.Namespace) -> None:
-    """Bring back points, tuned vectors, hits and summaries, without rows and embeddings, in tars of one part each."""
-    out = Path(options.out)
-    out.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(out / "frontier.tar.gz", "w:gz") as tar:
-        for path in sorted(Path(options.work).rglob("*")):
-            if path.is_file() and "embeddings" not in path.parts and path.name != "rows.jsonl":
-                tar.add(path, arcname=str(path.relative_to(options.work)))
-    print(f"[frontier] {(out / 'frontier.tar.gz').stat().st_size / 1e6:.1f} MB")
 
 
 def report(options: argparse.Namespace) -> None:
@@ -449,6 +460,8 @@ def report(options: argparse.Namespace) -> None:
         name = f"frontier_{path.parent.name}_{document['device']}"
         print(f"[frontier] {save(name, document, out)}")
         if path.parent.name == SHOWN:
+            from pullback.report.pareto_figures import pareto_png  # with matplotlib, which a GPU machine may lack
+
             image = IMAGES / "frontier.png" if options.out is None else out / "frontier.png"
             image.write_bytes(pareto_png(document, dpi=100))
     if (work / "neighbours" / MACHINE).is_file():

@@ -41,9 +41,9 @@ def test_the_mildest_setting_within_a_budget_is_found(frontier, model, method):
     images = torch.zeros(1, 3, 84, 84)
     backbone = pb.load_probe(model, "cls", device="cpu").backbone
     settings = [pb.prune(model, output="cls", **knobs) for knobs in frontier.settings_of(method, backbone, 84)]
-    found = frontier.mildest(model, method, images, 0.6)
+    found = frontier.mildest(model, method, images, 0.5)
     place = [one.plan for one in settings].index(found.plan)
-    assert pb.operations(found, images) <= 0.6 < pb.operations(settings[place - 1], images)
+    assert pb.operations(found, images) <= 0.5 < pb.operations(settings[place - 1], images)
 
 
 def test_nothing_begins_that_would_not_end_in_time(frontier):
