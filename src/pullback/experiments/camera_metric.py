@@ -45,6 +45,7 @@ class MetricComparison:
 
     rank: int
     kappa: tuple[Tensor, Tensor]  # kappa_cap(rank), Euclidean and SO(3)-aware
+    captured: tuple[Tensor, Tensor]  # kappa_cap(1), kappa_cap(2), ... up to all directions, [B, M] of each
     effective_rank: tuple[Tensor, Tensor]
     spearman_all: Tensor
     spearman_patches: Tensor
@@ -93,6 +94,7 @@ def compare_metrics(
     return MetricComparison(
         rank=used,
         kappa=(kappas[0], kappas[1]),
+        captured=(found[0].kappa.value, found[1].kappa.value),
         effective_rank=(ranks[0], ranks[1]),
         spearman_all=spearman(importance[0], importance[1]),
         spearman_patches=spearman(on_patches[0], on_patches[1]),

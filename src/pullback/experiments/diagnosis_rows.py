@@ -35,7 +35,7 @@ COUNTS: dict[ScaleName, dict[str, int]] = {
     "paper": {"images": 50, "dense": 50, "scenes": 50, "size": 224, "view size": 112},
 }
 """Pictures for class tokens, pictures for maps, drawn scenes of two views; the sizes are of the embedded models."""
-K20, K50, CV, NULL, TRUNC, RATIO = "κ(20)", "κ(50)", "CV", "CV, random direction", "r_eff trunc", "ratio"
+K20, K50, CV, NULL, TRUNC, RATIO = "κ(20)", "κ(50)", "CV", "random CV", "r_eff trunc", "ratio"
 R_EFF, R90, REGIME, K_EFF = "r_eff", "r_0.90", "regime", "K_eff"
 COLUMNS = {
     own.name: own
@@ -94,8 +94,9 @@ def measure(
         R90: (rank.r90, bound_of(rank)),
     }
     if K_EFF in columns:
-        layers = len(subject.probe(shop).layers)
-        means[K_EFF] = (multiplicity(shop, subject), f"of {layers} layers")
+        probe = subject.probe(shop)
+        layers = ", ".join(str(layer) for layer in probe.layers)
+        means[K_EFF] = (multiplicity(shop, subject), f"layers {layers} of {probe.backbone.depth}")
     regime = classify(
         kappa=float(found.kappa_at(RANK).mean()), effective_rank=float(rank.r_eff.mean()), cv=float(found.cv.mean()),
         rank=RANK, max_rank=found.rank_limit,

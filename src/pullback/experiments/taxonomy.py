@@ -403,13 +403,15 @@ def orthogonal_layers(found: Found) -> Verdict:
 
 
 def gap_of_ranks(found: Found) -> Verdict:
+    """Judge whether more rank goes with more independent layers, beyond what pictures differ by."""
     close, wide = pairs_of_families(found)
     parts: dict[str, bool | None] = {}
     for one in close:
         for other in wide:
-            near, far = found.columns(PROBED, one.row), found.columns(PROBED, other.row)
-            parts[f"{other.row} has more rank than {one.row}"] = far[R_EFF] >= 2 * near[R_EFF]
-            parts[f"{other.row} has more independent layers"] = far[K_EFF] > near[K_EFF]
+            for column, what in ((R_EFF, "rank"), (K_EFF, "independent layers")):
+                near, far = found.row(PROBED, one.row, column), found.row(PROBED, other.row, column)
+                assert near is not None and far is not None  # of those that decide
+                parts[f"{other.row} has more {what} than {one.row}"] = far["low"] > near["high"]
     rows = [own.row for own in (*close, *wide)]
     why = told(found, PROBED, rows, {R_EFF: "{:.3g}", K_EFF: "{:.2f}"}, "it has not both kinds of decoders")
     return overall(parts, why)
