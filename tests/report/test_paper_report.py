@@ -15,7 +15,7 @@ from pullback.errors import FileError, PullbackError
 from pullback.report import reproduced
 from pullback.report.changes import is_changed
 from pullback.report.charts import LIGHT, log_ticks, nice_ticks
-from pullback.report.numbers import Style, interval, number
+from pullback.report.numbers import Style, interval, number, paper_said
 from pullback.report.panels import outline, ranks
 from pullback.report.reproduced import MAX_BYTES, write_report
 from pullback.report.results import WORDS, read_results
@@ -103,13 +103,13 @@ def test_every_number_stands_there_with_its_interval_and_the_papers(folder, page
             said = [] if row["value"] is None else [number(row["value"], styles[place.column])]
             said += [interval(row, styles[place.column])] if row["low"] is not None else []
             paper = row["paper"]
-            said += [] if paper is None else [paper if isinstance(paper, str) else number(paper, styles[place.column])]
+            said += [] if paper is None else [paper_said(paper, styles[place.column])]
             for part in said:
                 assert part in page.text and part in text, (own.name, place, part)
 
 
 def test_the_papers_numbers_stand_in_a_cell_or_a_column_of_their_own(page, text):
-    assert "paper 33.4 %" in page.text and "paper ≈ 100 %" in page.text and "paper 4.06" in page.text
+    assert "paper 33.36 %" in page.text and "paper ≈ 100 %" in page.text and "paper 4.06" in page.text
     assert "ours 95 % paper stages [4] 3.00 2.90–3.10 3.08" in page.text, "where there are few columns"
     assert "| stages \\[4\\] | **3.00**<br>2.90–3.10<br>paper 3.08 |" in text
 
@@ -286,7 +286,7 @@ def test_places_that_a_killed_run_has_not_reached_are_not_left_empty(tmp_path):
     folder = write_reproduced(tmp_path / "one")
     edit_rows(folder, "dense-pruning", lambda row: None if "8" in row["row"] else row)
     write_report(folder, order=ORDER)
-    assert "not measured yet: the run was ended before" in Page((folder / "report.html").read_text("utf-8")).text
+    assert "Not measured yet: the run was ended before" in Page((folder / "report.html").read_text("utf-8")).text
 
 
 @pytest.mark.parametrize("line", ["{no json}", "[1, 2]", '{"table": "t"}'])
@@ -337,7 +337,7 @@ def test_a_page_that_would_be_too_heavy_shows_fewer_and_smaller_pictures_and_say
     write_arrays(maps, {"pictures": noise, "before": field, "after": field, "captions": np.array(["noise"] * 4)})
     full = write_report(folder, order=ORDER)
     assert full.remark is None
-    monkeypatch.setattr(reproduced, "MAX_BYTES", full.page.stat().st_size // 2)
+    monkeypatch.setattr(reproduced, "MAX_BYTES", int(0.9 * full.page.stat().st_size))
     less = write_report(folder, order=ORDER)
     assert less.page.stat().st_size <= reproduced.MAX_BYTES
     assert less.remark is not None and "left out" in less.remark
@@ -365,9 +365,9 @@ def test_it_needs_neither_torch_nor_matplotlib_nor_experiments(folder):
 @pytest.mark.parametrize(
     ("value", "style", "said"),
     [
-        (0.0601, Style(digits=2), "0.060"), (1234.5, Style(), "1,234"), (3.24e-7, Style(), "3.2·10⁻⁷"),
+        (0.0601, Style(digits=2), "0.060"), (1234.5, Style(), "1,234"), (3.24e-7, Style(), "3.24·10⁻⁷"),
         (-0.5, Style(), "−0.500"), (0.334, Style(percent=True), "33.4 %"), (0.0, Style(), "0"),
-        (9.0, Style(whole=True), "9"), (2.5e10, Style(), "2.5·10¹⁰"),
+        (9.0, Style(whole=True), "9"), (2.5e10, Style(), "2.50·10¹⁰"),
     ],
 )  # fmt: skip
 def test_numbers_have_the_digits_that_their_column_wants(value, style, said):
@@ -378,6 +378,42 @@ def test_an_interval_is_written_to_the_place_of_its_number():
     assert interval({"value": 0.06, "low": 0.0551, "high": 0.066}, Style(digits=2)) == "0.055–0.066"
     assert interval({"value": 0.01, "low": -0.02, "high": 0.0449}, Style(digits=1)) == "−0.02 to 0.04"
     assert interval({"value": 1.0, "low": None, "high": None}, Style()) == ""
+    assert interval({"value": 0.00646, "low": 0.00275, "high": 0.01223}, Style()) == "0.0027–0.0122", "it is wide"
+    assert interval({"value": 3.4e-6, "low": 2.5e-7, "high": 9.4e-6}, Style()) == "0.2–9.4·10⁻⁶"
+
+
+def test_the_papers_numbers_have_the_digits_that_they_have_there():
+    shares = Style(percent=True)
+    assert [paper_said(value, Style()) for value in (0.03, 270.2, 9, "N/A", 1234.5)] == [
+        "0.03",
+        "270.2",
+        "9",
+        "N/A",
+        "1,234.5",
+    ]
+    assert [paper_said(value, shares) for value in (0.3336, 0.956, "≈ 100 %")] == ["33.36 %", "95.6 %", "≈ 100 %"]
+
+
+def test_rows_with_neither_a_number_nor_one_of_the_paper_are_named_below_their_table(tmp_path):
+    folder = write_reproduced(tmp_path / "one")
+    edit_rows(folder, "cls-pruning", lambda row: row | {"paper": None} if row["absent"] else row)
+    write_report(folder, order=ORDER)
+    page = Page((folder / "report.html").read_text(encoding="utf-8"))
+    assert f"{LACKS[0].upper()}{LACKS[1:]} : DINOv2-B: Importance." in page.text
+    assert page.text.count("DINOv2-B") == 1 and "DINOv2-B: Importance" in (folder / "report.md").read_text("utf-8")
+
+
+def test_a_long_reason_is_cut_behind_a_sentence_and_the_rest_can_be_opened(tmp_path):
+    folder = write_reproduced(tmp_path / "one")
+    path = folder / "importance-maps" / "experiment.json"
+    document = json.loads(path.read_text())
+    why = " ".join(f"Sentence number {count} of a long reason." for count in range(20))
+    document["claims"][0]["why"] = why
+    path.write_text(json.dumps(document))
+    write_report(folder, order=ORDER)
+    page = Page((folder / "report.html").read_text(encoding="utf-8"))
+    assert why.replace("number 2 of a long reason.", "number 2 of a long reason. more", 1) in page.text
+    assert why in (folder / "report.md").read_text(encoding="utf-8")
 
 
 def test_ticks_are_round_and_within():

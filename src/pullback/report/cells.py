@@ -59,12 +59,14 @@ class Line:
 
 @dataclass(frozen=True)
 class Table:
-    """One table of an experiment. ``notes``: (marker, text). ``origins``: where the numbers come from, by row."""
+    """One table of an experiment. ``notes``: (marker, text). ``left_out``: reasons, and the rows that have neither a
+    number for that reason nor one of the paper. ``origins``: where the numbers come from, by row."""
 
     name: str
     columns: tuple[Heading, ...]
     lines: tuple[Line, ...]
     notes: tuple[tuple[str, str], ...]
+    left_out: Mapping[str, Sequence[str]]
     origins: tuple[Mapping[str, str], ...]
     timed: bool
 
@@ -72,7 +74,7 @@ class Table:
     def spread(self) -> list[tuple[str, ...]] | None:
         """The parts of each column that stand beside each other, "interval", "paper" and "then", where there are so few
         columns that there is room; None where they stand below each other."""
-        if len(self.columns) > _FEW:
+        if len(self.columns) > _FEW or not self.lines:
             return None
         columns = list(zip(*(line.cells for line in self.lines), strict=True))
         return [tuple(part for part in _PARTS if any(getattr(c, part) for c in column if c)) for column in columns]
@@ -110,12 +112,16 @@ def _table(name: str, places: Sequence[Place], result: Result, changes: Mapping[
         )
         for column in columns
     }
-    notes, lines = _Notes(), []
+    notes, lines, listed_places = _Notes(), [], set(places)
+    left_out: dict[str, list[str]] = {}
     for row in dict.fromkeys(place.row for place in places):
         own = [Place(name, row, column["name"]) for column in columns]
-        there = [place for place in own if place in set(places)]
+        there = [place for place in own if place in listed_places]
         reasons = {_absent(result.rows.get(place)) for place in there}
         common = reasons.pop() if len(reasons) == 1 else None  # one reason for the whole row is said once
+        if common and not any(place in changes or _paper(result.rows.get(place)) is not None for place in there):
+            left_out.setdefault(common, []).append(row)
+            continue
         cells = tuple(
             _cell(place, result.rows.get(place), column, whole[column["name"]], notes, changes, said=common)
             if place in there
@@ -127,7 +133,7 @@ def _table(name: str, places: Sequence[Place], result: Result, changes: Mapping[
     headings = tuple(_heading(column) for column in columns)
     timed = any(place in result.timed for place in places)
     told = tuple((marker, text) for text, marker in notes.texts.items())
-    return Table(name, headings, tuple(lines), told, _origins(places, result), timed)
+    return Table(name, headings, tuple(lines), told, left_out, _origins(places, result), timed)
 
 
 def _cell(
@@ -136,7 +142,7 @@ def _cell(
 ) -> Cell:  # fmt: skip
     style = Style.of(column, whole=whole)
     absent = _absent(row)
-    paper = "" if row is None or row["paper"] is None else paper_said(row["paper"], style)
+    paper = "" if _paper(row) is None else paper_said(_paper(row), style)
     change = changes.get(place)
     then, mark = _then(change, style), change.mark if change else ""
     if absent is not None:
@@ -154,6 +160,10 @@ def _then(change: Change | None, style: Style) -> str:
         return "" if change is None else change.mark
     was = number(change.then["value"], style)
     return f"was {was}" if change.mark == "changed" else f"{change.mark}, was {was}"
+
+
+def _paper(row: Mapping[str, Any] | None) -> Any:
+    return None if row is None else row["paper"]
 
 
 def _absent(row: Mapping[str, Any] | None) -> str | None:

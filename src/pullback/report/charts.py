@@ -217,8 +217,8 @@ def _drawn(curve: Curve, x_axis: _Axis, y_axis: _Axis, number_in_key: int) -> st
         parts += [f'<path class="bar" d="M{x:.1f} {y_axis(low):.1f}V{y_axis(high):.1f}"/>' for x, low, high in band]
     if curve.joined and len(places) > 1:
         parts.append(_line("M" + "L".join(f"{x:.1f} {y:.1f}" for _, x, y in places), curve))
-    few = len(places) <= 40
-    parts += [_marker(curve, x, y, point.label) for point, x, y in places if few or not curve.joined]
+    every = 1 + len(places) // 25 if curve.joined else 1  # as many markers as tell curves apart
+    parts += [_marker(curve, x, y, point.label) for point, x, y in places[::every]]
     return f'<g class="{_classes(curve)} k{number_in_key}">{"".join(parts)}</g>'
 
 
@@ -263,7 +263,7 @@ def log_ticks(low: float, high: float) -> list[tuple[float, str]]:
 def _tick(value: float) -> str:
     if value == 0 or 1e-4 <= abs(value) < 1e6:
         return f"{value:.10f}".rstrip("0").rstrip(".").replace("-", "−")
-    return number(value, Style(digits=2)).removeprefix("1.0·")
+    return number(value, Style(digits=1)).removeprefix("1·")
 
 
 def _limits(values: Sequence[float], *, log: bool) -> tuple[float, float]:

@@ -82,9 +82,19 @@ def _templates(*, autoescape: bool = True) -> Environment:
         keep_trailing_newline=True,
     )
     templates.filters |= {name: getattr(wording, name) for name in _FILTERS}
-    templates.filters |= {"layer_name": files.layer_name, "plus_minus": _plus_minus, "md": markdown_text}
+    templates.filters |= {
+        "layer_name": files.layer_name,
+        "plus_minus": _plus_minus,
+        "md": markdown_text,
+        "sentence": _sentence,
+    }
     return templates
 
 
 def _plus_minus(summary: dict[str, Any]) -> str:
     return wording.plus_minus(summary["mean"], summary["se"])
+
+
+def _sentence(text: str) -> str:
+    """Begin with a capital letter, and leave all others as they are."""
+    return text[:1].upper() + text[1:]

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 _EXPONENTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
-_SMALL, _LARGE = -4, 8  # the powers of ten between which numbers are written out
+_SMALL, _LARGE = -3, 8  # the powers of ten between which numbers are written out
 
 
 class Style(NamedTuple):
@@ -34,16 +34,29 @@ class Style(NamedTuple):
 def number(value: float, style: Style = Style()) -> str:  # noqa: B008
     """Write a number; its integer part is whole, however few digits are wanted."""
     scaled = style.factor * value
-    return _written(scaled, _places(scaled, style)) + (" %" if style.percent else "")
+    magnitude = _magnitude(scaled)
+    power = magnitude if _as_power(magnitude) else 0
+    scaled /= 10.0**power
+    return _decimal(scaled, _places(scaled, style)) + _power(power) + (" %" if style.percent else "")
 
 
 def interval(row: Mapping[str, Any], style: Style) -> str:
-    """Write the 95 % interval of a row to the places of its value; nothing where it has none."""
+    """Write the 95 % interval of a row, to the places of its value or fewer where it is wide; nothing where it has
+    none."""
     if row.get("low") is None or row.get("high") is None:
         return ""
     low, high, value = (style.factor * row[key] for key in ("low", "high", "value"))
-    places = _places(value or max(abs(low), abs(high)), style._replace(whole=style.whole and low == high))
-    return f"{_written(low, places)}{'–' if low >= 0 else ' to '}{_written(high, places)}"
+    magnitude = _magnitude(value or max(abs(low), abs(high)))
+    if _as_power(magnitude):
+        low, high, value, power = (low / 10.0**magnitude, high / 10.0**magnitude, value / 10.0**magnitude, magnitude)
+    else:
+        power = 0
+    places = _places(value or max(abs(low), abs(high)), style)
+    if high > low:  # two digits of half its width say enough
+        needed = 1 - _magnitude((high - low) / 2)
+        places = max(0, min(needed, _places(value, style._replace(whole=False)) if value else needed))
+    between = "–" if low >= 0 else " to "
+    return f"{_decimal(low, places)}{between}{_decimal(high, places)}{_power(power)}"
 
 
 def said(row: Mapping[str, Any] | None, style: Style) -> str:
@@ -55,8 +68,13 @@ def said(row: Mapping[str, Any] | None, style: Style) -> str:
 
 
 def paper_said(value: float | str, style: Style) -> str:
-    """Write what the paper has: its own words, or a number in the style of ours."""
-    return value if isinstance(value, str) else number(value, style)
+    """Write what the paper has: its own words, or a number with the digits that it has there."""
+    if isinstance(value, str):
+        return value
+    text = f"{round(style.factor * value, 10):.10g}"
+    if "e" in text:
+        return number(value, style)
+    return f"{float(text):,}".removesuffix(".0").replace("-", "−") + (" %" if style.percent else "")
 
 
 def all_whole(rows: Sequence[Mapping[str, Any]]) -> bool:
@@ -66,20 +84,24 @@ def all_whole(rows: Sequence[Mapping[str, Any]]) -> bool:
     return bool(values) and all(float(value).is_integer() and abs(value) < 1e9 for value in values)
 
 
-def _places(value: float, style: Style) -> int | None:
-    """Return how many decimals a number is written with; None: as a power of ten."""
-    if value == 0 or style.whole:
-        return 0
-    magnitude = math.floor(math.log10(abs(value)))
-    return None if not _SMALL <= magnitude <= _LARGE else max(0, style.digits - 1 - magnitude)
+def _places(value: float, style: Style) -> int:
+    """Return how many decimals a number has."""
+    return 0 if value == 0 or style.whole else max(0, style.digits - 1 - _magnitude(value))
 
 
-def _written(value: float, places: int | None) -> str:
-    if value == 0:
-        return "0"
-    if places is None:
-        mantissa, _, exponent = f"{value:.1e}".partition("e")
-        text = f"{mantissa}·10{str(int(exponent)).translate(_EXPONENTS)}"
-    else:
-        text = f"{value:,.{places}f}"
-    return text.replace("-", "−")
+def _magnitude(value: float) -> int:
+    """Return the power of ten of the first digit of a number."""
+    return 0 if value == 0 else math.floor(math.log10(abs(value)))
+
+
+def _as_power(magnitude: int) -> bool:
+    return not _SMALL <= magnitude <= _LARGE
+
+
+def _power(exponent: int) -> str:
+    return f"·10{str(exponent).translate(_EXPONENTS)}" if exponent else ""
+
+
+def _decimal(value: float, places: int) -> str:
+    text = f"{value:,.{places}f}"
+    return "0" if value == 0 else text.replace("-", "−")

@@ -32,6 +32,7 @@ MAX_BYTES = 3_000_000
 """How large report.html may be."""
 FIGURES = "report-figures"
 _SHOWN_CHANGES = 200
+_LONG = 240  # letters of a reason that are shown at once
 
 
 @dataclass(frozen=True)
@@ -169,7 +170,7 @@ def _content(
     results: Results, sections: Sequence[Section], comparison: Comparison | None, missing: Sequence[str]
 ) -> dict[str, Any]:
     claims = [
-        {**claim, "experiment": own.name, "title": own.document["title"]}
+        {**claim, **_in_two(claim["why"]), "experiment": own.name}
         for own in results.finished
         if own.document
         for claim in own.document["claims"]
@@ -187,6 +188,15 @@ def _content(
     }
 
 
+def _in_two(why: str) -> dict[str, str]:
+    """Cut a long reason behind one of its first sentences: the rest is shown when it is asked for."""
+    if len(why) <= _LONG:
+        return {"begun": why, "rest": ""}
+    ends = [why.find(mark, _LONG // 3, _LONG) + len(mark) for mark in (". ", "; ") if mark in why[_LONG // 3 : _LONG]]
+    end = min(ends, default=why.rfind(" ", 0, _LONG) + 1 or _LONG)
+    return {"begun": why[:end].rstrip(), "rest": why[end:]}
+
+
 def _head(results: Results) -> dict[str, Any]:
     """Return what the head of the report says about all experiments together."""
     rows = [row for own in results.finished for row in own.rows.values()]
@@ -199,7 +209,7 @@ def _head(results: Results) -> dict[str, Any]:
         "data": [_role(role, results.settings) for role in data],
         "machines": _distinct(row.get("machine") for row in rows),
         "commits": [commit[:12] for commit in _distinct(row.get("commit") for row in rows)],
-        "date": max((str(document.get("date", "")) for document in documents), default=""),
+        "date": max((str(document.get("date", "")) for document in documents), default="")[:10],
         "versions": _distinct(document.get("pullback") for document in documents),
         "substitutes": {key: said for document in documents for key, said in document.get("substitutes", {}).items()},
         "numbers": sum(row["value"] is not None for row in rows),
