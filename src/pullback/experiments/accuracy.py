@@ -52,6 +52,7 @@ UNPRUNED, WHOLE = "Unpruned", "0.00"
 _PART = 50
 _SURE = 0.01
 """A difference with a smaller p is one."""
+_NOTHING = "No labelled pictures were measured."
 
 
 @dataclass(frozen=True)
@@ -229,30 +230,31 @@ def _judged(found: Found) -> Census | None:
 def _stays(found: Found) -> Verdict:
     own = _judged(found)
     if own is None:
-        return Verdict("not at this scale", "No labelled pictures were measured.")
+        return Verdict("not at this scale", _NOTHING)
     parts: dict[str, bool | None] = {}
     why = []
     for name in ("one", "bank"):
         table = own.tables()[name]
-        whole = found.value(table, UNPRUNED, WHOLE)
-        assert whole is not None
-        away = {(r, c): (found.value(table, r, c) or 0.0) - whole for r, c in _grid(own, own.rules)}
+        unpruned = found.row(table, UNPRUNED, WHOLE)
+        known = {place: found.value(table, *place) for place in _grid(own, own.rules)}
+        if unpruned is None or None in known.values():
+            continue
+        whole = unpruned["value"]
+        away = {place: value - whole for place, value in known.items() if value is not None}
         (rule, column), most = max(away.items(), key=lambda item: abs(item[1]))
         parts[name] = abs(most) <= 0.014
-        count = found.row(table, UNPRUNED, WHOLE)
-        assert count is not None
         why.append(
-            f"{table}, {count['count']} pictures: {whole:.3f} unpruned, {whole + min(away.values()):.3f} to "
+            f"{table}, {unpruned['count']} pictures: {whole:.3f} unpruned, {whole + min(away.values()):.3f} to "
             f"{whole + max(away.values()):.3f} over all rules and ratios, farthest “{rule}” at {column} "
             f"({100 * most:+.1f} points)."
         )
-    return overall(parts, " ".join(why))
+    return overall(parts, " ".join(why) or _NOTHING)
 
 
 def _safe(found: Found) -> Verdict:
     own = _judged(found)
     if own is None:
-        return Verdict("not at this scale", "No labelled pictures were measured.")
+        return Verdict("not at this scale", _NOTHING)
     parts, why = _told(found, own, own.tables()["p"], own.rules, "differs from unpruned")
     return overall(parts, why)
 
@@ -260,7 +262,7 @@ def _safe(found: Found) -> Verdict:
 def _cannot_separate(found: Found) -> Verdict:
     own = _judged(found)
     if own is None:
-        return Verdict("not at this scale", "No labelled pictures were measured.")
+        return Verdict("not at this scale", _NOTHING)
     parts, why = _told(found, own, own.tables()["chosen"], own.rules[1:3], "differs from importance")
     early = CENSUSES[2]
     if early is not own and found.value(early.tables()["one"], UNPRUNED, WHOLE) is not None:
@@ -271,10 +273,11 @@ def _cannot_separate(found: Found) -> Verdict:
 
 def _told(found: Found, own: Census, table: str, rules: Sequence[str], what: str) -> tuple[dict[str, bool | None], str]:
     """Return for each rule whether no ratio tells it apart, and the smallest p of each in words."""
-    least = {rule: min(found.columns(table, rule).items(), key=lambda item: item[1]) for rule in rules}
+    known = {rule: found.columns(table, rule) for rule in rules}
+    least = {rule: min(values.items(), key=lambda item: item[1]) for rule, values in known.items() if values}
     parts: dict[str, bool | None] = {f"{table} {rule}": p >= _SURE for rule, (_, p) in least.items()}
     told = ", ".join(f"“{rule}” p {p:.2g} at {column.removeprefix('p ')}" for rule, (column, p) in least.items())
-    return parts, f"{own.table}, smallest p that a rule {what}: {told}."
+    return parts, f"{own.table}, smallest p that a rule {what}: {told or 'none was measured'}."
 
 
 ACCURACY = Experiment(

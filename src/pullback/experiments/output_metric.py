@@ -28,26 +28,23 @@ COUNTS: dict[ScaleName, dict[str, int]] = {
     "paper": {"scenes": 50, "view size": 112},
 }
 TABLE = "two metrics"
-KAPPA, KAPPA_SO3, LOW, LOW_SO3 = "κ(20)", "κ(20), SO(3)", "κ(4)", "κ(4), SO(3)"
-R_EFF, R_EFF_SO3, RHO, RHO_PATCHES = "r_eff", "r_eff, SO(3)", "ρ", "ρ, patches"
-AGREE, AGREE_PATCHES, CHANCE = "50 % sets agree", "50 % sets agree, patches", "by chance"
+KAPPA, KAPPA_SO3, LOW, LOW_SO3 = "κ(20)", "κ(20) under SO(3)", "κ(4)", "κ(4) under SO(3)"
+R_EFF, R_EFF_SO3, RHO, RHO_PATCHES = "r_eff", "r_eff under SO(3)", "ρ", "ρ of patches"
+AGREE, AGREE_PATCHES, CHANCE = "50 % sets agree", "50 % sets of patches agree", "by chance"
 COLUMNS = (KAPPA, KAPPA_SO3, LOW, LOW_SO3, R_EFF, R_EFF_SO3, RHO, RHO_PATCHES, AGREE, AGREE_PATCHES, CHANCE)
 LOW_RANK = 4
 """A rank that can tell the metrics apart: kappa(20) is 1 for both where there are at most 20 directions."""
 PAPERS, OURS = "VGGT camera, L16", "tiny-views camera, L05"
-UNITS = (0.5, 2.0)
+OUR_ROWS = {OURS: 1.0, **{f"{OURS}, translations in units of {unit:g}": unit for unit in (0.5, 2.0)}}
+"""Rows of the embedded model, and the length of a translation that weighs as much as a radian."""
+NO_CAMERA = "This scale has no camera of a VGGT."
 VGGT_WIDTH = 224
 _PART = 4
-
-
-def other_unit(unit: float) -> str:
-    return f"tiny-views camera, L05, translations in units of {unit:g}"
 
 
 def cells(scale: Scale) -> list[Cell]:
     count = COUNTS[scale.name]["scenes"]
     products = (POSE + FREE) * VIEWS
-    ours = [(OURS, 1.0), *((other_unit(unit), unit) for unit in UNITS)]
     return [
         Cell(
             PAPERS, places(TABLE, PAPERS, COLUMNS), partial(measure, row=PAPERS, model="vggt", layer=16), model="vggt",
@@ -58,7 +55,7 @@ def cells(scale: Scale) -> list[Cell]:
                 row, places(TABLE, row, COLUMNS), partial(measure, row=row, model="tiny-views", layer=5, unit=unit),
                 model="tiny-views", data="scenes", forwards=3.0 * products * count,
             )
-            for row, unit in ours
+            for row, unit in OUR_ROWS.items()
         ),
     ]  # fmt: skip
 
@@ -101,38 +98,42 @@ def scenes(shop: Workshop, model: str) -> Iterable[Tensor]:
     return (backbone.load_views(find_images(own.folder), VGGT_WIDTH).to(shop.device) for own in folders)
 
 
-def rows_of(found: Found) -> list[str]:
-    """Return the rows that decide: the paper's model, else ours."""
-    there = found.rows(TABLE)
-    return [row for row in there if row == PAPERS] or [row for row in there if row == OURS]
+def rows_of(found: Found, *columns: str) -> list[str]:
+    """Return the row that decides: that of the paper's model, else ours. One that lacks a column decides nothing."""
+    there = [row for row in (PAPERS, OURS) if set(columns) <= found.columns(TABLE, row).keys()]
+    return there[:1]
 
 
 def same_tractability(found: Found) -> Verdict:
     parts: dict[str, bool | None] = {}
-    for row in rows_of(found):
+    rows = rows_of(found, KAPPA, KAPPA_SO3, LOW, LOW_SO3)
+    for row in rows:
         values = found.columns(TABLE, row)
         parts[f"{row}, κ(20)"] = min(values[KAPPA], values[KAPPA_SO3]) >= 0.985
         parts[f"{row}, κ(4)"] = abs(values[LOW] - values[LOW_SO3]) <= 0.02
     columns = dict.fromkeys((KAPPA, KAPPA_SO3, LOW, LOW_SO3), "{:.1%}")
-    return overall(parts, told(found, TABLE, rows_of(found), columns, "it has no VGGT"))
+    columns |= dict.fromkeys((R_EFF, R_EFF_SO3), "{:.3g}")
+    return overall(parts, told(found, TABLE, rows, columns, NO_CAMERA))
 
 
 def same_ranking(found: Found) -> Verdict:
-    parts: dict[str, bool | None] = {row: found.columns(TABLE, row)[RHO] >= 0.98 for row in rows_of(found)}
+    rows = rows_of(found, RHO)
+    parts: dict[str, bool | None] = {row: found.columns(TABLE, row)[RHO] >= 0.98 for row in rows}
     columns = {RHO: "{:.3f}", RHO_PATCHES: "{:.3f}"}
-    return overall(parts, told(found, TABLE, rows_of(found), columns, "it has no VGGT"))
+    return overall(parts, told(found, TABLE, rows, columns, NO_CAMERA))
 
 
 def same_sets(found: Found) -> Verdict:
     """Judge whether at most one token in twenty is treated differently."""
-    parts: dict[str, bool | None] = {row: found.columns(TABLE, row)[AGREE] >= 0.95 for row in rows_of(found)}
+    rows = rows_of(found, AGREE)
+    parts: dict[str, bool | None] = {row: found.columns(TABLE, row)[AGREE] >= 0.95 for row in rows}
     columns = {AGREE: "{:.1%}", AGREE_PATCHES: "{:.1%}"}
-    return overall(parts, told(found, TABLE, rows_of(found), columns, "it has no VGGT"))
+    return overall(parts, told(found, TABLE, rows, columns, NO_CAMERA))
 
 
 def bounded_note(found: Found) -> str | None:
     values = found.columns(TABLE, OURS)
-    if not values:
+    if not {LOW, LOW_SO3} <= values.keys():
         return None
     return (
         f"A camera has {POSE} outputs a view, {FREE} without the length of its quaternion, so κ(20) is 1 for one and "
@@ -142,7 +143,7 @@ def bounded_note(found: Found) -> str | None:
 
 
 def units_note(found: Found) -> str | None:
-    rows = [row for row in (OURS, *(other_unit(unit) for unit in UNITS)) if found.value(TABLE, row, RHO) is not None]
+    rows = [row for row in OUR_ROWS if found.value(TABLE, row, RHO) is not None]
     if len(rows) < 2:
         return None
     return (

@@ -6,6 +6,7 @@ Rows of the paper are as the paper has them, at its layers; rows of other models
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import groupby
 
 from pullback.experiments.diagnosis_rows import (
@@ -38,6 +39,9 @@ SPECTRUM = Figure("spectrum", "spectrum", "Singular values over the largest one,
 BEYOND_BUDGET = 10 * RANK
 """The paper calls an effective rank out of reach when it is an order of magnitude above the rank."""
 
+NO_CLASS, NO_DEPTH = "This scale has no such class token.", "This scale has no decoder of depth."
+NO_VIEWS = "This scale has no dense head of a VGGT."
+
 # The six rows, and rows of other models
 
 DA_L02 = Subject("DA V2 depth, L02", "depth-anything", "depth", 2, 50_176)
@@ -68,9 +72,11 @@ REGIME_COLUMNS = (K20, CV, NULL, R_EFF, R90, REGIME)
 def four_regimes(found: Found) -> Verdict:
     seen: dict[float, str] = {}
     for row in found.rows(REGIMES):
-        seen.setdefault(found.columns(REGIMES, row)[REGIME], row)
+        number = found.value(REGIMES, row, REGIME)
+        if number is not None:
+            seen.setdefault(number, row)
     if not seen:
-        return Verdict("not at this scale", "no row was measured")
+        return Verdict("not at this scale", "No row was measured.")
     there = [f"({label}) {seen[number]}" for label, number in NUMBERS.items() if number in seen]
     missing = [f"({label})" for label, number in NUMBERS.items() if number not in seen]
     why = f"Found {', '.join(there)}" + (f"; no row is in {' or '.join(missing)}." if missing else ".")
@@ -84,19 +90,22 @@ def rich(found: Found) -> Verdict:
         values = found.columns(REGIMES, row)
         parts[f"{row} is beyond any budget"] = values[R_EFF] >= BEYOND_BUDGET
         parts[f"{row} is mostly missed"] = values[K20] < 0.5
-    return overall(parts, told(found, REGIMES, rows, {K20: "{:.1%}", R_EFF: "{:.3g}"}, "it has no dense VGGT head"))
+    return overall(parts, told(found, REGIMES, rows, {K20: "{:.1%}", R_EFF: "{:.3g}"}, NO_VIEWS))
 
 
 def low_rank_spread(found: Found) -> Verdict:
     parts: dict[str, bool | None] = {}
-    rows = [own.row for own in deciding(found, REGIMES, (DA_L02, DA_L10), OUR_DEPTH, (K20, R_EFF, CV))]
+    rows = [own.row for own in deciding(found, REGIMES, (DA_L02, DA_L10), OUR_DEPTH, (K20, R_EFF, CV, NULL))]
     for row in rows:
         values = found.columns(REGIMES, row)
-        low = values[K20] >= THRESHOLDS.low_rank_kappa and values[R_EFF] <= THRESHOLDS.rank_budget * RANK
-        parts[f"{row} has a low rank"] = low
+        parts[f"{row} has a low rank"] = has_low_rank(values)
         parts[f"{row} is spread"] = looks_random(values[CV], values[NULL])
     why = told(
-        found, REGIMES, rows, {K20: "{:.1%}", R_EFF: "{:.3g}", CV: "{:.3g}", NULL: "{:.2g}"}, "it has no depth decoder"
+        found,
+        REGIMES,
+        rows,
+        {K20: "{:.1%}", R_EFF: "{:.3g}", CV: "{:.3g}", NULL: "{:.2g}"},
+        NO_DEPTH,
     )
     return overall(parts, why)
 
@@ -108,28 +117,34 @@ def misses_but_concentrated(found: Found, papers: tuple[Subject, ...], ours: tup
         values = found.columns(REGIMES, row)
         parts[f"{row} misses most"] = values[K20] < 0.5
         parts[f"{row} is concentrated"] = values[CV] >= THRESHOLDS.concentrated_cv
-    return overall(parts, told(found, REGIMES, rows, {K20: "{:.1%}", CV: "{:.3g}"}, "it has no such class token"))
+    return overall(parts, told(found, REGIMES, rows, {K20: "{:.1%}", CV: "{:.3g}"}, NO_CLASS))
 
 
 def rank_bounded(found: Found) -> Verdict:
     parts: dict[str, bool | None] = {}
-    rows = [own.row for own in deciding(found, REGIMES, (CAMERA,), OUR_CAMERA, (K20, R_EFF))]
+    rows = [own.row for own in deciding(found, REGIMES, (CAMERA,), OUR_CAMERA, (K20, R_EFF, REGIME))]
     for row in rows:
         values = found.columns(REGIMES, row)
         parts[f"{row} is captured"] = values[K20] > 0.999
         parts[f"{row} is bounded"] = values[REGIME] == NUMBERS["iv"] and values[R_EFF] <= 9
     return overall(
-        parts, told(found, REGIMES, rows, {K20: "{:.1%}", R_EFF: "{:.3g}", R90: "{:.3g}"}, "it has no camera")
+        parts, told(found, REGIMES, rows, {K20: "{:.1%}", R_EFF: "{:.3g}", R90: "{:.3g}"}, "This scale has no camera.")
     )
 
 
 def views_concentrated(found: Found) -> Verdict:
-    rows = [own.row for own in deciding(found, REGIMES, (DEPTH,), OUR_VIEWS[1:], (CV, NULL))]
+    rows = [own.row for own in deciding(found, REGIMES, (DEPTH,), OUR_VIEWS[1:], (K20, CV, NULL, R_EFF))]
     parts: dict[str, bool | None] = {}
     for row in rows:
         values = found.columns(REGIMES, row)
-        parts[row] = not looks_random(values[CV], values[NULL])
-    return overall(parts, told(found, REGIMES, rows, {CV: "{:.3g}", NULL: "{:.2g}"}, "it has no VGGT depth head"))
+        parts[f"{row} is not spread"] = not looks_random(values[CV], values[NULL])
+        parts[f"{row} lacks rank"] = not has_low_rank(values)
+    columns = {CV: "{:.3g}", NULL: "{:.2g}", K20: "{:.1%}", R_EFF: "{:.3g}"}
+    return overall(parts, told(found, REGIMES, rows, columns, NO_VIEWS))
+
+
+def has_low_rank(values: Mapping[str, float]) -> bool:
+    return values[K20] >= THRESHOLDS.low_rank_kappa and values[R_EFF] <= THRESHOLDS.rank_budget * RANK
 
 
 def two_places(found: Found) -> str | None:
@@ -244,13 +259,13 @@ def falls_with_depth(found: Found) -> Verdict:
         first, last = rows[0], rows[-1]
         if first is not None and last is not None and len(rows) > 1:
             parts[model] = first["low"] > last["high"]
-    return overall(parts, told(found, SWEEP, [own.row for own in subjects], {K20: "{:.1%}"}, "it has no class token"))
+    return overall(parts, told(found, SWEEP, [own.row for own in subjects], {K20: "{:.1%}"}, NO_CLASS))
 
 
 def cls_is_marginal(found: Found) -> Verdict:
     rows = [own.row for own in deciding(found, SWEEP, DINOV2_SWEEP, CLS_SWEEP, (K20, R_EFF, CV))]
     parts: dict[str, bool | None] = {row: label_of(found, row) == "iii" for row in rows}
-    why = told(found, SWEEP, rows, {K20: "{:.1%}", R_EFF: "{:.3g}", CV: "{:.3g}"}, "it has no class token")
+    why = told(found, SWEEP, rows, {K20: "{:.1%}", R_EFF: "{:.3g}", CV: "{:.3g}"}, NO_CLASS)
     return overall(parts, why)
 
 
@@ -268,7 +283,7 @@ def dense_is_low_rank(found: Found) -> Verdict:
         parts[f"{row} is captured"] = values[K20] >= 0.96
         parts[f"{row} has a low rank"] = values[R_EFF] <= 6  # "about 4"
         parts[f"{row} has no tail"] = values[RATIO] <= 1.4  # "about 1.2"
-    why = told(found, SWEEP, rows, {K20: "{:.1%}", R_EFF: "{:.3g}", RATIO: "{:.2g}"}, "it has no depth decoder")
+    why = told(found, SWEEP, rows, {K20: "{:.1%}", R_EFF: "{:.3g}", RATIO: "{:.2g}"}, NO_DEPTH)
     return overall(parts, why)
 
 
@@ -355,7 +370,7 @@ def tractable_at_50(found: Found) -> Verdict:
         values = found.columns(PROBED, row)
         parts[f"{row} is captured by 50"] = values[K50] >= 0.9
         parts[f"{row} has a rank below 50"] = values[R_EFF] <= SECOND_RANK
-    return overall(parts, told(found, PROBED, rows, {K50: "{:.1%}", R_EFF: "{:.3g}"}, "it has no depth decoder"))
+    return overall(parts, told(found, PROBED, rows, {K50: "{:.1%}", R_EFF: "{:.3g}"}, NO_DEPTH))
 
 
 def close_to_single(found: Found) -> Verdict:
@@ -368,9 +383,9 @@ def close_to_single(found: Found) -> Verdict:
         alone = found.value(PROBED, single.row, R_EFF)
         if alone is not None:
             singles.append(single)
-            parts[own.row] = 0.5 <= found.columns(PROBED, own.row)[R_EFF] / alone <= 2
+            parts[own.row] = 0.5 * alone <= found.columns(PROBED, own.row)[R_EFF] <= 2 * alone
     rows = [own.row for own in (*reads, *singles)]
-    return overall(parts, told(found, PROBED, rows, {R_EFF: "{:.3g}"}, "it has no depth decoder"))
+    return overall(parts, told(found, PROBED, rows, {R_EFF: "{:.3g}"}, NO_DEPTH))
 
 
 def views_are_rich(found: Found) -> Verdict:
@@ -381,7 +396,7 @@ def views_are_rich(found: Found) -> Verdict:
         parts[f"{row} is rich"] = values[R_EFF] >= BEYOND_BUDGET
         parts[f"{row} needs more than 100"] = values[R90] > 100
         parts[f"{row} is missed by 50"] = values[K50] < 0.9
-    why = told(found, PROBED, rows, {K50: "{:.1%}", R_EFF: "{:.3g}", R90: "{:.3g}"}, "it has no dense VGGT head")
+    why = told(found, PROBED, rows, {K50: "{:.1%}", R_EFF: "{:.3g}", R90: "{:.3g}"}, NO_VIEWS)
     return overall(parts, why)
 
 
@@ -399,7 +414,7 @@ def orthogonal_layers(found: Found) -> Verdict:
         **{own.row: found.columns(PROBED, own.row)[K_EFF] >= 3 for own in wide},
     }
     rows = [own.row for own in (*close, *wide)]
-    return overall(parts, told(found, PROBED, rows, {K_EFF: "{:.2f}"}, "it has not both kinds of decoders"))
+    return overall(parts, told(found, PROBED, rows, {K_EFF: "{:.2f}"}, "This scale has not both kinds of decoders."))
 
 
 def gap_of_ranks(found: Found) -> Verdict:
@@ -413,7 +428,7 @@ def gap_of_ranks(found: Found) -> Verdict:
                 assert near is not None and far is not None  # of those that decide
                 parts[f"{other.row} has more {what} than {one.row}"] = far["low"] > near["high"]
     rows = [own.row for own in (*close, *wide)]
-    why = told(found, PROBED, rows, {R_EFF: "{:.3g}", K_EFF: "{:.2f}"}, "it has not both kinds of decoders")
+    why = told(found, PROBED, rows, {R_EFF: "{:.3g}", K_EFF: "{:.2f}"}, "This scale has not both kinds of decoders.")
     return overall(parts, why)
 
 
@@ -425,11 +440,11 @@ def reversal(found: Found) -> Verdict:
     for own in reads:
         single = next(row for row in (DA_L02, *OUR_SINGLE) if (row.model, row.decoder) == (own.model, own.decoder))
         values, alone = found.columns(PROBED, own.row), found.columns(PROBED, single.row)
-        if CV in alone:
+        if CV in alone and NULL in alone:
             rows += [single.row, own.row]
             parts[f"{single.row} is spread"] = looks_random(alone[CV], alone[NULL])
             parts[f"{own.row} is concentrated"] = values[CV] >= THRESHOLDS.concentrated_cv
-    return overall(parts, told(found, PROBED, rows, {CV: "{:.3g}", NULL: "{:.2g}"}, "it has no depth decoder"))
+    return overall(parts, told(found, PROBED, rows, {CV: "{:.3g}", NULL: "{:.2g}"}, NO_DEPTH))
 
 
 def few_directions(found: Found) -> Verdict:
@@ -437,7 +452,7 @@ def few_directions(found: Found) -> Verdict:
     cameras = [own.row for own in deciding(found, PROBED, (CAMERA,), OUR_CAMERA, (R90,))]
     parts: dict[str, bool | None] = {row: found.columns(PROBED, row)[R90] <= RANK for row in rows}
     parts |= {row: found.columns(PROBED, row)[R90] <= 9 for row in cameras}
-    return overall(parts, told(found, PROBED, [*rows, *cameras], {R90: "{:.3g}"}, "it has neither"))
+    return overall(parts, told(found, PROBED, [*rows, *cameras], {R90: "{:.3g}"}, "This scale has neither."))
 
 
 MULTI_LAYER = Experiment(
