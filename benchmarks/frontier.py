@@ -3,6 +3,7 @@
     python benchmarks/frontier.py pack --from DINOV2 train/ bank/ diag/ heldout/ sketch/ hires/ --out local/parts
     python benchmarks/frontier.py unpack --parts local/parts --out /root/data          # there; once for each part
     python benchmarks/frontier.py points --model DINOV2 --train train/ --work local/frontier
+    python benchmarks/frontier.py replan --model DINOV2 --budgets 0.7 0.61 --work W     # or from plans found before
     python benchmarks/frontier.py tune --model DINOV2 --train train/ --work local/frontier --minutes 9
     python benchmarks/frontier.py evaluate --model DINOV2 --images heldout=heldout/ sketch=sketch/ --work local/frontier
     python benchmarks/frontier.py neighbours --model DINOV2 --images photos/ --labels labels.csv --work local/frontier
@@ -201,6 +202,35 @@ def planned(
     print(f"[frontier]   {found}", flush=True)
     assert found.model is not None
     return found.model
+
+
+def replan(study: Study, clock: Clock) -> None:
+    """Write a folder for each budget from plans that were found before (``--plans``): the stages and the picture of the
+    plan of the nearest budget, and its own shares, or for other budgets those in the same proportion that just fit."""
+    known = json.loads(study.options.plans.read_text())["plans"]
+    image = torch.zeros(1, 3, study.options.size, study.options.size)
+    for budget in study.options.budgets:
+        nearest = min(known, key=lambda plan: abs(plan["budget"] - budget))
+        made = clock.run(f"{OURS} {budget:g}", partial(within, study.model, study.heads(), nearest, budget, image))
+        made.save_pretrained(study.frozen(OURS, budget), weights=False)
+        print(f"[frontier]   {made}: {pb.operations(made, image):.3f} of the operations", flush=True)
+
+
+def within(
+    model: nn.Module, heads: dict[int, pb.ImportanceHead] | str, plan: dict[str, Any], budget: float, image: Tensor
+) -> pb.PrunedModel:
+    """Return a plan at its own budget, or with the smallest shares of the same proportion that meet another one."""
+
+    def scaled(factor: float) -> pb.PrunedModel:
+        shares = [factor * share for share in plan["shares"]]
+        score = heads if isinstance(heads, str) else [heads[stage] for stage in plan["stages"]]
+        return pb.prune(model, score, ratio=shares, stages=plan["stages"], size=plan["size"], output="cls")
+
+    low, high = (1.0, 1.0) if plan["budget"] == budget else (0.0, 0.95 / sum(plan["shares"]))
+    while high - low > 1e-3:
+        middle = (low + high) / 2
+        low, high = (low, middle) if pb.operations(scaled(middle), image) <= budget else (middle, high)
+    return scaled(high)
 
 
 # Tuning
@@ -482,6 +512,7 @@ def compact(document: dict[str, Any]) -> dict[str, Any]:
 PARTS: dict[str, Callable[[Study, Clock], None]] = {
     "heads": make_heads,
     "points": make_points,
+    "replan": replan,
     "tune": tune_points,
     "evaluate": evaluate,
     "neighbours": neighbours,
@@ -533,6 +564,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=9.0, help="begin nothing that would not end in time")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--from", nargs="+", default=[], help="pack: folders")
+    parser.add_argument("--plans", type=Path, default=RESULTS / "frontier_plans_cpu.json", help="replan: plans")
     parser.add_argument("--part-mb", type=float, default=15.0, help="pack: size of a part")
     parser.add_argument("--parts", default="local/parts", help="unpack: folder of the parts")
     parser.add_argument("--out", type=Path, help="folder of pack, unpack, collect and report")
@@ -545,7 +577,7 @@ def main() -> int:
         return 0
     clock = Clock(options.minutes)
     try:
-        for part in PARTS if options.part == "all" else [options.part]:
+        for part in [part for part in PARTS if part != "replan"] if options.part == "all" else [options.part]:
             PARTS[part](Study(options), clock)
     except Deadline as next_one:
         print(f"[frontier] the time is over before {next_one}: the same command goes on")

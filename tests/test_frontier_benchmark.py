@@ -46,6 +46,15 @@ def test_the_mildest_setting_within_a_budget_is_found(frontier, model, method):
     assert pb.operations(found, images) <= 0.5 < pb.operations(settings[place - 1], images)
 
 
+def test_plans_that_were_found_before_are_made_again_and_scaled_to_other_budgets(frontier, model):
+    plan = {"budget": 0.9, "stages": [0, 2], "shares": [0.1, 0.2], "size": None}
+    image = torch.zeros(1, 3, 84, 84)
+    assert list(frontier.within(model, "norm", plan, 0.9, image).plan.shares) == [0.1, 0.2]
+    found = frontier.within(model, "norm", plan, 0.7, image)
+    first, second = found.plan.shares
+    assert second == pytest.approx(2 * first) and 0.66 < pb.operations(found, image) <= 0.7
+
+
 def test_nothing_begins_that_would_not_end_in_time(frontier):
     clock = frontier.Clock(minutes=1)
     assert clock.run("a quick job", lambda: 5) == 5
