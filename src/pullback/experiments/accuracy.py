@@ -255,7 +255,7 @@ def _safe(found: Found) -> Verdict:
     own = _judged(found)
     if own is None:
         return Verdict("not at this scale", _NOTHING)
-    parts, why = _told(found, own, own.tables()["p"], own.rules, "differs from unpruned")
+    parts, why = _told(found, own, own.tables()["p"], own.rules, "against unpruned")
     return overall(parts, why)
 
 
@@ -263,10 +263,10 @@ def _cannot_separate(found: Found) -> Verdict:
     own = _judged(found)
     if own is None:
         return Verdict("not at this scale", _NOTHING)
-    parts, why = _told(found, own, own.tables()["chosen"], own.rules[1:3], "differs from importance")
+    parts, why = _told(found, own, own.tables()["chosen"], own.rules[1:3], "against importance")
     early = CENSUSES[2]
     if early is not own and found.value(early.tables()["one"], UNPRUNED, WHOLE) is not None:
-        beside, more = _told(found, early, early.tables()["chosen"], early.rules[1:3], "differs from importance")
+        beside, more = _told(found, early, early.tables()["chosen"], early.rules[1:3], "against importance")
         parts, why = parts | beside, f"{why} {more}"
     return overall(parts, why)
 
@@ -277,7 +277,7 @@ def _told(found: Found, own: Census, table: str, rules: Sequence[str], what: str
     least = {rule: min(values.items(), key=lambda item: item[1]) for rule, values in known.items() if values}
     parts: dict[str, bool | None] = {f"{table} {rule}": p >= _SURE for rule, (_, p) in least.items()}
     told = ", ".join(f"“{rule}” p {p:.2g} at {column.removeprefix('p ')}" for rule, (column, p) in least.items())
-    return parts, f"{own.table}, smallest p that a rule {what}: {told or 'none was measured'}."
+    return parts, f"{own.table}, smallest p {what}: {told or 'none was measured'}."
 
 
 ACCURACY = Experiment(

@@ -136,14 +136,16 @@ def _evit_is_strongest(found: Found) -> Verdict:
     parts: dict[str, bool | None] = {}
     why = []
     for table in judged_on(found, [DINOV2], [TINY, TINY_EARLY]):
-        best = {
-            column: min(ROWS[1:], key=lambda rule, column=column: found.value(table, rule, column) or 0.0)  # type: ignore[misc]
-            for column in COLUMNS
-        }
+        best: dict[str, list[str]] = {}
+        for column in COLUMNS:
+            known = {rule: found.value(table, rule, column) for rule in ROWS[1:]}
+            errors = {rule: error for rule, error in known.items() if error is not None}
+            if errors:
+                best.setdefault(min(errors, key=lambda rule: errors[rule]), []).append(column)
         close = [factor(found, table, "Importance", "EViT", column) for column in COLUMNS[:4]]
-        parts[f"{table}: strongest"] = all(rule == "EViT" for rule in best.values())
-        parts[f"{table}: close"] = all(by is not None and by < 2 for by in close)
-        told = ", ".join(f"{rule} at {column}" for column, rule in best.items())
+        parts[f"{table}: strongest"] = list(best) == ["EViT"] if best else None
+        parts[f"{table}: close"] = None if None in close else all(by < 2 for by in close if by is not None)
+        told = ", ".join(f"{rule} at {', '.join(columns)}" for rule, columns in best.items())
         spans = ", ".join(said(by) for by in close)
         why.append(f"{table}: the best baseline is {told}; EViT has {spans} times the error of importance up to 0.20.")
     return overall(parts, " ".join(why) or _NOTHING)
@@ -154,9 +156,10 @@ def _untrained_beat_tome(found: Found) -> Verdict:
     why = []
     for table in judged_on(found, [DINOV2], [TINY, TINY_EARLY]):
         for rule in _UNTRAINED:
-            below = [(factor(found, table, rule, "ToMe score", column) or 0) > 1 for column in COLUMNS]
-            parts[f"{table}: {rule}"] = all(below)
-            why.append(f"{table}: {rule.lower()} is below ToMe's score at {sum(below)} of 7 ratios.")
+            known = [factor(found, table, rule, "ToMe score", column) for column in COLUMNS]
+            below = [by > 1 for by in known if by is not None]
+            parts[f"{table}: {rule}"] = all(below) if below else None
+            why.append(f"{table}: “{rule}” is below ToMe's score at {sum(below)} of 7 ratios.")
     return overall(parts, " ".join(why) or _NOTHING)
 
 

@@ -144,7 +144,7 @@ def _spread(setting: Setting, shop: Workshop) -> Iterable[Measured]:
 
 
 def _points() -> list[str]:
-    lines = [f"{line} · {column}" for line in (OURS, DROPPED, "ToMe score") for column in COLUMNS]
+    lines = [f"{line} · {column}" for line in (OURS, DROPPED, "ToMe's merge") for column in COLUMNS]
     return lines + [f"Smaller picture · {size}" for size in _SIZES]
 
 
@@ -159,7 +159,7 @@ def _cost(shop: Workshop) -> Iterable[Measured]:
     count, size = setting.count(shop, "images"), shop.count("scene size")
     pixels = shop.images(setting.data, count, model=setting.model, size=size)
     full = subject.full(pixels)
-    rules = {OURS: ("best", head), DROPPED: ("drop", head), "ToMe score": ("bipartite", "bipartite")}
+    rules = {OURS: ("best", head), DROPPED: ("drop", head), "ToMe's merge": ("bipartite", "bipartite")}
     plans: list[tuple[Plan, list]] = [
         (preset(name, ratio, stages, depth=backbone.depth), [score])
         for name, score in rules.values()
@@ -179,8 +179,7 @@ _NOTHING = "No model of the scale was measured."
 
 
 def _listed(found: Found, table: str, rules: Sequence[str], column: str) -> str:
-    told = ", ".join(f"{rule} {said(found.value(table, rule, column))}" for rule in rules)
-    return f"{told} at {column}"
+    return f"at {column} " + ", ".join(f"{rule} {said(found.value(table, rule, column))}" for rule in rules)
 
 
 def _lowest(others: Sequence[str], wanted: Sequence[Setting], or_else: Sequence[Setting], found: Found) -> Verdict:
@@ -193,7 +192,7 @@ def _lowest(others: Sequence[str], wanted: Sequence[Setting], or_else: Sequence[
         parts |= {f"{table} {column}": lead for column, lead in won.items()}
         why.append(
             f"{table}: lowest beyond the noise at {sum(won.values())} of {len(COLUMNS)} ratios; "
-            f"{_listed(found, table, shown, '0.05')}, {_listed(found, table, shown, '0.50')}."
+            f"{_listed(found, table, shown, '0.05')}; {_listed(found, table, shown, '0.50')}."
         )
     return together(parts, " ".join(why) or _NOTHING)
 
