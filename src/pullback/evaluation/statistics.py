@@ -63,6 +63,29 @@ def bootstrap_mean(
     return Interval(mean, float(found.low), float(found.high))
 
 
+def bootstrap_change(
+    first: Sequence[float] | np.ndarray,
+    second: Sequence[float] | np.ndarray,
+    *,
+    generator: np.random.Generator,
+    level: float = 0.95,
+    resamples: int = RESAMPLES,
+) -> Interval:
+    """Return mean(first) / mean(second) - 1 of the same images [n], and its interval: both means are of the same draws,
+    so that what makes an image hard for both widens nothing."""
+    a, b = _checked("first", first), _checked("second", second)
+    if a.shape != b.shape:
+        raise _unpaired(a, b)
+    _check_level(level)
+    if not (b > 0).all():
+        raise PullbackError("second: expected values above zero, of which first is told as a share.")
+    change = float(a.mean() / b.mean() - 1)
+    drawn = generator.multinomial(len(a), np.full(len(a), 1 / len(a)), size=resamples)
+    tail = (1 - level) / 2
+    low, high = np.quantile((drawn @ a) / (drawn @ b) - 1, [tail, 1 - tail])
+    return Interval(change, float(low), float(high))
+
+
 def compare_paired(
     first: Sequence[float] | np.ndarray,
     second: Sequence[float] | np.ndarray,
