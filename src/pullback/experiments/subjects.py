@@ -243,6 +243,19 @@ def deciding(
     return [own for own in papers if measured(own)] or [own for own in ours if measured(own)]
 
 
+def deciding_rows(
+    found: Found, papers: Sequence[Subject], ours: Sequence[Subject], wanted: Mapping[str, Sequence[str]]
+) -> list[str]:
+    """Return the names of the rows that decide a claim about several tables, as `deciding` does; ``wanted``: by table
+    the columns that a row must have."""
+    complete = [
+        own
+        for own in (*papers, *ours)
+        if all(found.value(table, own.row, column) is not None for table in wanted for column in wanted[table])
+    ]
+    return [own.row for own in complete if own in papers] or [own.row for own in complete]
+
+
 def told(found: Found, table: str, rows: Iterable[str], columns: Mapping[str, str], otherwise: str = "") -> str:
     """Say the values of these rows, "ROW: COLUMN VALUE, ...; ..."; ``columns``: a format by column. ``otherwise``: what
     to say if there are no rows."""
@@ -252,3 +265,19 @@ def told(found: Found, table: str, rows: Iterable[str], columns: Mapping[str, st
         known = [f"{column} {columns[column].format(values[column])}" for column in columns if column in values]
         parts.append(f"{row}: {', '.join(known)}")
     return "; ".join(parts) or otherwise
+
+
+def low(found: Found, table: str, row: str, column: str) -> float:
+    """Return the lower end of the interval of a number that was measured, or the number where it has none."""
+    return _end(found, table, row, column, "low")
+
+
+def high(found: Found, table: str, row: str, column: str) -> float:
+    """Return the upper end of the interval of a number that was measured, or the number where it has none."""
+    return _end(found, table, row, column, "high")
+
+
+def _end(found: Found, table: str, row: str, column: str, end: str) -> float:
+    known = found.row(table, row, column)
+    assert known is not None  # of the rows that decide
+    return float(known["value"] if known[end] is None else known[end])
