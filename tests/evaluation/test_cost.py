@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from pullback.errors import PullbackError
-from pullback.evaluation.cost import flops, milliseconds, race
+from pullback.evaluation.cost import flops, laps, milliseconds, race
 
 
 def test_a_matrix_product_has_two_operations_per_term():
@@ -37,6 +37,11 @@ def test_a_race_times_all_in_turn_after_warming_up():
     slow, quick = race([lambda: (calls.append("slow"), time.sleep(0.01)), lambda: calls.append("quick")], "cpu", 4)
     assert calls[:4] == ["slow", "slow", "quick", "quick"] and calls[4:] == ["slow", "quick"] * 4
     assert slow.median > 10 > quick.median
+
+
+def test_laps_are_the_rounds_one_by_one():
+    found = laps([lambda: time.sleep(0.01), lambda: None], "cpu", 3)
+    assert found.shape == (3, 2) and (found[:, 0] >= 10).all() and (found[:, 1] < found[:, 0]).all()
 
 
 def test_no_graph_is_kept_while_timing():

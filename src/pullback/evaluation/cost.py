@@ -46,9 +46,14 @@ def milliseconds(function: Callable[[], Any], device: torch.device | str, rounds
     return race([function], device, rounds)[0]
 
 
-@torch.no_grad()
 def race(functions: Sequence[Callable[[], Any]], device: torch.device | str, rounds: int = 20) -> list[Timing]:
     """Time several calls in turn, round by round: a machine that slows down, slows down all of them."""
+    return [_timing(column) for column in laps(functions, device, rounds).T]
+
+
+@torch.no_grad()
+def laps(functions: Sequence[Callable[[], Any]], device: torch.device | str, rounds: int = 20) -> np.ndarray:
+    """Return the milliseconds of a `race` one by one [rounds, functions], to compare calls within each round."""
     whole_number("rounds", rounds, expected="at least 1")
     for function in functions:
         _check_function(function)
@@ -56,8 +61,7 @@ def race(functions: Sequence[Callable[[], Any]], device: torch.device | str, rou
     for function in functions:
         for _ in range(_WARM_UP):
             function()
-    measured = [[_once(function, place) for function in functions] for _ in range(rounds)]
-    return [_timing(np.array(column)) for column in zip(*measured, strict=True)]
+    return np.array([[_once(function, place) for function in functions] for _ in range(rounds)])
 
 
 def _check_function(function: Any) -> None:
