@@ -101,6 +101,11 @@ class Shown:
         decoder = f"depth-{cells}x{cells}" if cells else self.decoder
         return shop.probe(self.model, decoder, self.layer, distance=self.distance)
 
+    def rank(self, shop: Workshop) -> int:
+        """Return the rank of imp*: of few outputs all there is."""
+        cells = shop.count("cells") if self.dense else 0
+        return min(_RANK, cells * cells or _RANK)
+
     def head(self, shop: Workshop) -> tuple[ImportanceHead, str]:
         """Return the head that ships for this decoder and layer, or else one trained here; and which it is."""
         probe, backbone = self.probe(shop), shop.backbone(self.model)
@@ -110,7 +115,7 @@ class Shown:
         count = shop.count("train")
         recipe = HeadRecipe(
             self.trained, count, self.size(shop), steps=shop.count("steps"), batch=shop.count("batch"),
-            width=shop.count("width"), rank=_RANK, seed=shop.seed,
+            width=shop.count("width"), rank=self.rank(shop), seed=shop.seed,
         )  # fmt: skip
         return shop.head(probe, recipe), f"a head trained on {count:,} pictures"
 
@@ -201,7 +206,7 @@ def maps_of(shop: Workshop, own: Shown) -> tuple[dict[str, Tensor], str, Tensor]
     available = shop.available(own.data)
     count = min(count, available or count)
     pixels = shop.images(own.data, count, model=own.model, size=size)
-    known = shop.targets(probe, own.data, count, size=size, rank=_RANK)
+    known = shop.targets(probe, own.data, count, size=size, rank=own.rank(shop))
     head, said = own.head(shop)
     whole = shop.probe(own.model, "depth", own.layer) if own.dense else None
     shop.progress.describe(f"{own.title}: maps of {count} pictures")
