@@ -26,7 +26,7 @@ EXPERIMENTS = {
     "head-ablations": "ablations:HEAD_ABLATIONS",
     "head-transfer": "head_transfer:HEAD_TRANSFER",
     "spn": "spn:SPN",
-    "spn-vae": "spn:SPN_VAE",
+    "spn-vae": "spn_vae:SPN_VAE",
     "retrieval": "retrieval:RETRIEVAL",
     "importance-maps": "maps:IMPORTANCE_MAPS",
     "overview": "overview:OVERVIEW",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -263,17 +263,23 @@ class Workshop:
             **{name: str(value) for name, value in probe.identity.items()},
         }  # fmt: skip
 
-    def head(self, probe: ProbeMap, recipe: HeadRecipe) -> ImportanceHead:
-        """Return the importance head of a recipe, trained when it is first wanted."""
+    def head(
+        self, probe: ProbeMap, recipe: HeadRecipe, teacher: tuple[object, Callable[[Tensor], Tensor]] | None = None
+    ) -> ImportanceHead:
+        """Return the importance head of a recipe, trained when it is first wanted. ``teacher``: what it learns in place
+        of known targets, a function of features [n, N, D] to [n, N], and before it what decides that, as plain JSON."""
         key = {"what": "head", **self.identity(probe), **vars(recipe), "data": self._data(recipe.data)}
+        if teacher is not None:
+            key["teacher"] = teacher[0]
         folder = self._out / "store" / f"head-{_hash(key)}"
         if not (folder / "config.json").is_file():
             judged = max(8, recipe.images // 8)
             known = self.targets(
                 probe, recipe.data, recipe.images + judged, size=recipe.size, skip=recipe.skip, rank=recipe.rank
             )
-            target = known[recipe.target].clamp_min(known[recipe.target].amax() * 1e-6)
             features, prefix = known["features"], probe.backbone.prefix
+            target = known[recipe.target] if teacher is None else teacher[1](features)
+            target = target.clamp_min(target.amax() * 1e-6)
             train = HeadExamples.kept(features[: recipe.images], target[: recipe.images], prefix)
             judge = HeadExamples.kept(features[recipe.images :], target[recipe.images :], prefix)
             head = new_head(train, recipe.width, recipe.heads, target=recipe.target, seed=recipe.seed)
@@ -305,11 +311,6 @@ class Workshop:
 
     def _data(self, data: str) -> str:
         return data if data in DRAWN else str(Path(self.scale.data[data]).expanduser().resolve())
-
-
-def trained_on(recipe: HeadRecipe, **changes: Any) -> HeadRecipe:
-    """Return a recipe with other choices, for ablations."""
-    return replace(recipe, **changes)
 
 
 def _hash(key: Mapping[str, Any]) -> str:
