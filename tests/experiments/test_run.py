@@ -82,6 +82,25 @@ def test_what_the_scale_lacks_is_listed_and_never_filled(tmp_path: Path) -> None
     assert never["absent"] == "not at this scale: the weights are not published"
 
 
+def test_a_verdict_says_on_which_models_it_was_judged(tmp_path: Path) -> None:
+    def on(model: str, place: int) -> Cell:
+        return replace(number(place), model=model)
+
+    def run_on(folder: str, cells: list[Cell], scale: Scale = TINY) -> dict:
+        own = replace(TOY, cells=lambda scale: cells, paper={})
+        return run_experiments([own], scale, tmp_path / folder, CPU, Progress())[0]["claims"][0]
+
+    tiny = run_on("tiny", [on("tiny-scenes", 0), on("tiny-views", 1)])  # the claim reads row 0 alone
+    assert (tiny["on"], tiny["stand_in"]) == (["tiny-scenes"], True)
+    own = scale_of("small", {"clip": "tiny-scenes"})  # what plays the role does not matter here
+    found = run_on("own", [on("clip", 0)], own)
+    assert (found["word"], found["on"], found["stand_in"]) == ("holds", ["tiny-scenes"], False)
+    substitute = run_on("substitute", [on("dinov2", 0)], scale_of("small", {"dinov2": "tiny-scenes"}))
+    assert substitute["stand_in"]
+    nothing = run_on("nothing", [on("clip", 0)])
+    assert (nothing["word"], nothing["on"], nothing["stand_in"]) == ("not at this scale", [], False)
+
+
 def test_finished_rows_are_never_measured_again(tmp_path: Path) -> None:
     run(tmp_path)
     before = (tmp_path / "toy" / "rows.jsonl").read_bytes()

@@ -165,7 +165,11 @@ def _write(
         "name": name, "title": title, "paper_label": label, "about": about,
         "command": f"pullback reproduce {name} --scale {scale} --out DIR", "columns": columns,
         "places": [[row["table"], row["row"], row["column"]] for row in (*rows, *times)],
-        "claims": [{"sentence": said, "where": label, "word": word, "why": why} for said, word, why in claims],
+        "claims": [
+            {"sentence": said, "where": label, "word": word, "why": why, "stand_in": word in ("holds", "holds partly"),
+             "on": [] if word == "not at this scale" else ["tiny-scenes"]}
+            for said, word, why in claims
+        ],
         "footnotes": list(footnotes), "figures": figures, "scale": scale, "substitutes": {}, "seed": seed,
         "date": "2026-01-01", "machine": "a machine, 1 thread", "pullback": "0",
     }  # fmt: skip

@@ -108,6 +108,18 @@ def test_every_number_stands_there_with_its_interval_and_the_papers(folder, page
                 assert part in page.text and part in text, (own.name, place, part)
 
 
+def test_a_verdict_on_another_model_than_the_papers_says_so(page, text):
+    assert "✓ holds on tiny-scenes, in place of the paper’s model" in " ".join(page.text.split())
+    assert "✗ does not hold on tiny-scenes ToMe" in " ".join(page.text.split()), (
+        "of the paper's own models alone it does not"
+    )
+    assert "✓ holds<br>on tiny-scenes, in place of the paper’s model |" in text
+    count = text.count("in place of the paper’s model |")
+    assert (
+        f"**{count} of them were judged on models that stand in" in text and f"{count} of them on models" in page.text
+    )
+
+
 def test_the_papers_numbers_stand_in_a_cell_or_a_column_of_their_own(page, text):
     assert "paper 33.36 %" in page.text and "paper ≈ 100 %" in page.text and "paper 4.06" in page.text
     assert "ours 95 % paper stages [4] 3.00 2.90–3.10 3.08" in page.text, "where there are few columns"

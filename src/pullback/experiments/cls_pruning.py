@@ -338,7 +338,7 @@ _CLAIMS = (
     Claim(
         "The result carries over to CLIP: importance is best at every ratio on both backbones.",
         "tab:clip_cls_pruning",
-        partial(_lowest, ("ToMe score", "Random"), [CLIP], [TINY, TINY_EARLY]),
+        partial(_lowest, ("ToMe score", "Random"), [CLIP], []),
     ),
     Claim(
         "On CLIP, ToMe's score degrades sharply at 0.50 and comes near random, and importance degrades 44 times less.",

@@ -185,16 +185,20 @@ class Experiment:
 
 
 class Found:
-    """Finished rows by place, as claims and footnotes read them; what is absent is not there."""
+    """Finished rows by place, as claims and footnotes read them; what is absent is not there.
+
+    ``models``: of whose rows a value was read so far, as rows name them: a verdict says what it was judged on.
+    """
 
     def __init__(self, rows: Iterable[Mapping[str, Any]]) -> None:
         self._rows = {Place(row["table"], row["row"], row["column"]): row for row in rows if row["value"] is not None}
+        self.models: set[str] = set()
 
     def __iter__(self) -> Iterator[Place]:
         return iter(self._rows)
 
     def row(self, table: str, row: str, column: str) -> Mapping[str, Any] | None:
-        return self._rows.get(Place(table, row, column))
+        return self._read(Place(table, row, column))
 
     def value(self, table: str, row: str, column: str) -> float | None:
         found = self.row(table, row, column)
@@ -206,11 +210,14 @@ class Found:
 
     def columns(self, table: str, row: str) -> dict[str, float]:
         """Return the values of a row of a table by column, in order."""
-        return {
-            place.column: float(found["value"])
-            for place, found in self._rows.items()
-            if (place.table, place.row) == (table, row)
-        }
+        wanted = [place for place in self._rows if (place.table, place.row) == (table, row)]
+        return {place.column: float(found["value"]) for place in wanted if (found := self._read(place)) is not None}
+
+    def _read(self, place: Place) -> Mapping[str, Any] | None:
+        found = self._rows.get(place)
+        if found is not None and found.get("model"):
+            self.models.add(found["model"])
+        return found
 
 
 def overall(parts: Mapping[str, bool | None], why: str) -> Verdict:

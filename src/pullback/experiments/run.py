@@ -16,7 +16,7 @@ import torch
 
 from pullback import __version__
 from pullback.errors import PullbackError, counted
-from pullback.experiments.experiment import ABSENT, Cell, Experiment, Found, Measured, Place
+from pullback.experiments.experiment import ABSENT, Cell, Claim, Experiment, Found, Measured, Place
 from pullback.experiments.scales import DATA, MODELS, Scale
 from pullback.experiments.workshop import Workshop
 from pullback.runs.documents import EXPERIMENT, REPRODUCE, ROWS, TIMES
@@ -88,10 +88,7 @@ def run_experiment(experiment: Experiment, cells: Sequence[Cell], shop: Workshop
         "command": command_of(experiment, scale),
         "columns": [asdict(column) for column in experiment.columns],
         "places": [list(place) for cell in cells for place in cell.places],
-        "claims": [
-            {"sentence": claim.sentence, "where": claim.where, **asdict(claim.judge(found))}
-            for claim in experiment.claims
-        ],
+        "claims": [_judged(claim, rows, scale) for claim in experiment.claims],
         "footnotes": [note for note in notes if note],
         "figures": [asdict(figure) for figure in experiment.figures],
         "scale": scale.name,
@@ -152,6 +149,16 @@ def command_of(experiment: Experiment, scale: Scale) -> str:
     return " ".join(parts)
 
 
+def _judged(claim: Claim, rows: Iterable[Mapping[str, Any]], scale: Scale) -> dict[str, Any]:
+    """Return a verdict, with the models "on" whose rows it was judged, and whether all of them are a "stand_in" for the
+    paper's own: such a verdict is about the effect, not about the paper's numbers."""
+    found = Found(rows)
+    verdict = claim.judge(found)
+    models = sorted(found.models) if verdict.word != ABSENT else []
+    stand_in = bool(models) and not scale.own_models() & set(models)
+    return {"sentence": claim.sentence, "where": claim.where, **asdict(verdict), "on": models, "stand_in": stand_in}
+
+
 def _settings(scale: Scale) -> dict[str, Any]:
     roles = {role: scale.models.get(role, scale.data.get(role)) for role in (*MODELS, *DATA)}
     return {"scale": scale.name, "seed": scale.seed, **roles}
@@ -166,11 +173,10 @@ def _rows(experiment: Experiment, cell: Cell, shop: Workshop, origin: Mapping[st
         if set(found) != set(cell.places):
             differing = sorted(set(found) ^ set(cell.places))
             raise PullbackError(f"experiment {experiment.name}: cell {cell.key!r} gave other places: {differing}.")
-    model = shop.scale.models.get(cell.model)
     about = {
         "cell": cell.key,
         "seed": origin["seed"],
-        "model": None if model is None else Path(model).name if Path(model).exists() else model,
+        "model": shop.scale.shown(cell.model),
         "weights": shop.weights(cell.model)[:_HASH_DIGITS] if absent is None and cell.model else None,
         "data": cell.data or None,
         "scale": origin["scale"],

@@ -27,6 +27,8 @@ MODELS = {
     "vggt": "VGGT (paper: 1B)",
 }
 """Every role of a model, and what it is."""
+OF_THE_PAPER = ("dinov2", "clip", "depth-anything", "vggt")
+"""Roles of the models in the paper's tables."""
 DATA = {
     "photos-train": "photographs to train on (ImageNet-val)",
     "photos": "photographs to measure on, apart from those (ImageNet-val)",
@@ -67,6 +69,16 @@ class Scale:
             return f"{ABSENT}: {cell.absent}"
         lacking = [role for role in cell.roles if role not in self.models and role not in self.data]
         return f"{ABSENT}: it has no {' and no '.join(lacking)}" if lacking else None
+
+    def shown(self, role: str) -> str | None:
+        """Return the name of a model as rows have it, without the path of a folder; None without the role."""
+        model = self.models.get(role)
+        return None if model is None else Path(model).name if Path(model).exists() else model
+
+    def own_models(self) -> set[str]:
+        """Return the names of models that are the paper's own, not substitutes for them."""
+        shown = {self.shown(role) for role in OF_THE_PAPER if role not in self.substitutes}
+        return {name for name in shown if name is not None}
 
     def has(self, *roles: str) -> bool:
         """Whether the scale has all of these roles, of models or data."""

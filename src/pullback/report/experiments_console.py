@@ -47,6 +47,8 @@ def verdicts_table(documents: Sequence[Mapping[str, Any]]) -> RenderableType:
     for document in documents:
         for claim in document["claims"]:
             word = Text(claim["word"], style=_STYLES.get(claim["word"], "dim"))
+            if claim["on"]:
+                word.append(f" on {', '.join(claim['on'])}", style="dim")
             table.add_row(document["name"], claim["sentence"], word, claim["why"])
     done = Text(f"{counted(len(documents), 'experiment')} done.")
     return Group(table, done) if table.row_count else done

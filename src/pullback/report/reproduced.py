@@ -182,6 +182,7 @@ def _content(
         "page": files.REPORT_PAGE,
         "sections": sections,
         "claims": claims,
+        "stand_ins": sum(claim.get("stand_in", False) for claim in claims),
         "words": words,
         "missing": [{"name": name, "command": results.command(name)} for name in missing],
         "changes": None if comparison is None else _changes(results, comparison),
