@@ -1,6 +1,7 @@
 """Maps of importance as an experiment: the scores of maps against known answers, one small run, every verdict."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +35,7 @@ from pullback.experiments.maps import (
     depth_steps,
     figure_of,
     half_ordered,
+    maps_of,
     marks,
     picture,
     redundancy,
@@ -41,8 +43,10 @@ from pullback.experiments.maps import (
     together,
 )
 from pullback.experiments.scales import SCALES
+from pullback.experiments.workshop import Workshop
 from pullback.pruning.scores import NEVER
 from pullback.report.panels import QUALITIES, Album, panel_of
+from pullback.runs.progress import Progress
 
 FEW = {"images": 5, "size": 56, "cells": 3, "train": 4, "steps": 2, "batch": 2, "width": 16}
 
@@ -199,6 +203,15 @@ def test_the_head_that_ships_knows_what_matters(rows):
         assert rows[own.title, HEAD, RHO]["value"] > 0.5
         assert "comes with the package" in rows[own.title, HEAD, RHO]["note"]
         assert rows[own.title, EXACT, RHO]["value"] == pytest.approx(1.0)
+
+
+def test_a_head_is_trained_where_none_ships(cut, tmp_path):
+    shop = Workshop(cut, SCALES["tiny"], tmp_path, torch.device("cpu"), Progress())
+    found, said, pictures = maps_of(shop, replace(TINY_DEPTH, distance="log"))
+    assert said == "a head trained on 4 pictures"
+    assert len(list(tmp_path.glob("store/head-*"))) == 1
+    assert pictures.shape == (5, 3, 56, 56)
+    assert all(values.shape == (5, 4, 4) and values.isfinite().all() for values in found.values())
 
 
 def test_a_second_run_gives_the_same_bytes(cut, out, tmp_path):

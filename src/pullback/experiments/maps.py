@@ -198,7 +198,6 @@ def measure(shop: Workshop, *, own: Shown) -> Iterator[Measured]:
     )
 
 
-@torch.no_grad()
 def maps_of(shop: Workshop, own: Shown) -> tuple[dict[str, Tensor], str, Tensor]:
     """Return maps [n, h, w] by name, which head it is, and the pictures in [0, 1]. "half": what ToMe orders, `NEVER`
     where it keeps a patch whatever it shows; "edges": how much the depth jumps, where there is depth."""
@@ -214,15 +213,16 @@ def maps_of(shop: Workshop, own: Shown) -> tuple[dict[str, Tensor], str, Tensor]
     for number, part in enumerate(pixels.split(_BATCH)):
         rows = slice(number * _BATCH, number * _BATCH + len(part))
         tokens, layout = known["features"][rows], probe.backbone.token_layout(part)
-        scores = {
-            EXACT: known["importance"][rows], HEAD: head(tokens), TOME: redundancy(tokens, layout.prefix),
-            "half": _bipartite(probe, tokens, layout),
-        }  # fmt: skip
-        found = {name: on_grid(values, layout) for name, values in scores.items()}
-        if whole is not None:
-            depth = whole(whole.features(part, normalized=True)).float()
-            found[DEPTH] = F.adaptive_avg_pool2d(depth[:, None], layout.grid)[:, 0]
-            found["edges"] = depth_steps(depth, layout.grid)
+        with torch.no_grad():
+            scores = {
+                EXACT: known["importance"][rows], HEAD: head(tokens), TOME: redundancy(tokens, layout.prefix),
+                "half": _bipartite(probe, tokens, layout),
+            }  # fmt: skip
+            found = {name: on_grid(values, layout) for name, values in scores.items()}
+            if whole is not None:
+                depth = whole(whole.features(part, normalized=True)).float()
+                found[DEPTH] = F.adaptive_avg_pool2d(depth[:, None], layout.grid)[:, 0]
+                found["edges"] = depth_steps(depth, layout.grid)
         parts.append(found)
     maps = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     return maps, said, shop.backbone(own.model).pixel_format(size).rgb(pixels)
@@ -370,7 +370,7 @@ def _average_is_low(found: Found) -> Verdict:
         mean, lowest = _row(found, own, HEAD, RHO), _row(found, own, HEAD, LOWEST)["value"]
         parts[f"{own.title}: about 0.2"] = mean["low"] <= 0.3 and mean["high"] >= 0.1
         parts[f"{own.title}: below"] = mean["high"] < lowest
-        why.append(f"{own.title}: {_spanned(mean)} over {mean['count']} pictures, the lowest shown {lowest:.2f}")
+        why.append(f"{own.title}: {_spanned(mean)} over {mean['count']} pictures, the lowest shown {_listed([lowest])}")
     return overall(parts, _said(why))
 
 
@@ -419,7 +419,8 @@ def _chosen_note(found: Found) -> str | None:
     told = []
     for own in judged_on(found):
         values, mean = _of_pictures(found, own, BY_HEAD), _row(found, own, HEAD, RHO)
-        told.append(f"{min(values):.2f} to {max(values):.2f} beside {_spanned(mean)} ({own.title})")
+        ends = " to ".join(_listed([end]) for end in (min(values), max(values)))
+        told.append(f"{ends} beside {_spanned(mean)} ({own.title})")
     if not told:
         return None
     return (

@@ -81,7 +81,7 @@ COUNTS: dict[ScaleName, dict[str, int]] = {
         "cells": 4, "steps": 300, "batch": 32, "rank": 32, "width": 128, "trained size": 112,
     },
     "small": {
-        "images": 200, "scenes to train": 2000, "photos to train": 1840, "validation": 150, "crops": 8,
+        "images": 240, "scenes to train": 2000, "photos to train": 1840, "validation": 150, "crops": 8,
         "importance": 128, "cells": 8, "steps": 2500, "batch": 64, "rank": 32, "width": 256, "trained size": 224,
     },
     "paper": {
