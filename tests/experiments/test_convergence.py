@@ -8,6 +8,7 @@ import torch
 
 from helpers.finished import Known, cut_down, finished, judged, lines, rows_file, run
 from helpers.spectra import DOUBLE, copies, matrix, power_law
+from pullback.experiments import convergence as module
 from pullback.experiments.convergence import (
     ADAPTIVE,
     ADAPTIVE_COLUMNS,
@@ -257,3 +258,16 @@ def test_a_run_measures_every_place_twice_alike(tmp_path: Path) -> None:
     assert values[RATE, CLS[1], BOUND] > 1 > values[RATE, CLS[1], SEEN] > 0
     run(few, tmp_path / "other")
     assert rows_file(few, tmp_path / "one").read_bytes() == rows_file(few, tmp_path / "other").read_bytes()
+
+
+def test_products_with_a_jacobian_that_is_not_formed_follow_the_same_course(tmp_path: Path, monkeypatch) -> None:
+    few = cut_down(CONVERGENCE, lambda cell: cell.key == CLS[1], images=1, size=56, sketches=8)
+    formed = {(row["table"], row["row"], row["column"]): row["value"] for row in run(few, tmp_path / "formed")}
+    monkeypatch.setattr(module, "LARGEST", 100)
+    monkeypatch.setattr(module, "MOST_ROUNDS", 16)
+    multiplied = {(row["table"], row["row"], row["column"]): row["value"] for row in run(few, tmp_path / "products")}
+    assert not any(table == RATE for table, _, _ in multiplied), "it needs the whole spectrum"
+    for name in (CLS[1], twin(CLS[1])):
+        for q in Q_COLUMNS:
+            place = (MISALIGNMENT, name, q)
+            assert multiplied[place] == pytest.approx(formed[place], rel=0.35, abs=0.02), place

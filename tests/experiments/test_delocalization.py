@@ -7,6 +7,7 @@ import torch
 
 from helpers.finished import Known, cut_down, finished, judged, lines, rows_file, run
 from helpers.spectra import DOUBLE
+from pullback.experiments import delocalization as module
 from pullback.experiments.delocalization import (
     CONVERGED,
     DELOCALIZATION,
@@ -244,3 +245,13 @@ def test_a_run_measures_every_place_twice_alike(tmp_path: Path) -> None:
     assert values[names[0], CONVERGED] > values[names[1], CONVERGED]
     run(few, tmp_path / "other")
     assert rows_file(few, tmp_path / "one").read_bytes() == rows_file(few, tmp_path / "other").read_bytes()
+
+
+def test_a_jacobian_that_is_not_formed_has_the_same_cv(tmp_path: Path, monkeypatch) -> None:
+    few = cut_down(DELOCALIZATION, lambda cell: cell.key == CLS[1], images=1, size=56)
+    formed = {(row["table"], row["column"]): row["value"] for row in run(few, tmp_path / "formed")}
+    monkeypatch.setattr(module, "LARGEST", 100)
+    multiplied = {(row["table"], row["column"]): row["value"] for row in run(few, tmp_path / "products")}
+    assert {table for table, _ in multiplied} == {SPREAD}
+    for column in SPREAD_COLUMNS:
+        assert multiplied[SPREAD, column] == pytest.approx(formed[SPREAD, column], rel=0.01), column

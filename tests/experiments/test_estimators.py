@@ -7,6 +7,7 @@ import torch
 
 from helpers.finished import Known, cut_down, finished, judged, lines, rows_file, run
 from helpers.spectra import DOUBLE, exponential, matrix, power_law
+from pullback.experiments import estimators as module
 from pullback.experiments.estimators import (
     BIAS,
     COLUMNS,
@@ -35,12 +36,16 @@ from pullback.experiments.estimators import (
     at_one_picture,
     methods,
     named,
+    number,
+    operator,
     places_of,
 )
 from pullback.experiments.experiment import Found, Place
 from pullback.experiments.scales import SCALES
 from pullback.experiments.subjects import RANK, Subject
-from pullback.operators import DenseOperator
+from pullback.experiments.workshop import Workshop
+from pullback.operators import DenseOperator, JacobianOperator
+from pullback.runs.progress import Progress
 
 TOKENS, WIDTH, OUTPUTS = 10, 24, 60
 TOY = Subject("toy", "tiny-scenes", "cls", 0, OUTPUTS, "scenes")
@@ -279,3 +284,21 @@ def test_a_run_measures_every_place_twice_alike(tmp_path: Path) -> None:
     assert remark == "2 seeds a picture"
     run(few, tmp_path / "other")
     assert rows_file(few, tmp_path / "one").read_bytes() == rows_file(few, tmp_path / "other").read_bytes()
+
+
+def test_a_jacobian_that_is_not_formed_has_nearly_the_same_truth(tmp_path: Path, monkeypatch) -> None:
+    few = cut_down(ESTIMATORS, lambda cell: cell.key == CLS, images=1, size=28)
+    shop = Workshop(few, SCALES["tiny"], tmp_path, torch.device("cpu"), Progress())
+    formed = at_one_picture(*operator(shop, OURS[-1], 0, 1), OURS[-1], 1, 0)
+    monkeypatch.setattr(module, "LARGEST", 100)
+    op, tokens = operator(shop, OURS[-1], 0, 1)
+    assert isinstance(op, JacobianOperator)
+    multiplied = at_one_picture(op, tokens, OURS[-1], 1, 0)
+    for quantity in (KAPPA, R_EFF, TRUNC, CV):
+        assert multiplied[quantity].item() == pytest.approx(formed[quantity].item(), rel=0.01), quantity
+    ours = f"{KAPPA}, {OVER_EXACT}"
+    assert multiplied[ours].item() == pytest.approx(formed[ours].item(), rel=0.01), "directions of the same seed"
+    several = {name: torch.stack([value.repeat(2), value.repeat(2)]) for name, value in multiplied.items()}
+    for place in places_of(OURS[-1]):
+        measured = number(shop, place, several, place.row.removeprefix(f"{CLS} · "))
+        assert measured.place == place and torch.tensor(measured.value).isfinite()

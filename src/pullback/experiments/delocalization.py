@@ -322,8 +322,8 @@ def identity_within_tokens(found: Found) -> str | None:
         return None
     return (
         "Theorem 2's metric is a multiple of the identity within each token, so at any CV it also misses which of the "
-        "D directions of a token matter. Of |JᵀJ|² miss the best scores, and the best D×D metric of its own for each "
-        "token, which lacks only what is between tokens: "
+        "D directions of a token matter. What the best scores miss of |JᵀJ|², and the best D×D metric of its own for "
+        "each token, which misses only what is between tokens: "
         f"{told(found, FACTORED, rows, _LOST)}."
     )
 
