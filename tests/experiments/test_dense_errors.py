@@ -1,5 +1,6 @@
 """Errors of pruned dense decoders against blocks that are run one by one here, and the rows made of them."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -235,3 +236,5 @@ def test_a_difference_is_a_share_of_the_others_mean_on_the_same_pictures(shop):
     other = torch.from_numpy(np.random.default_rng(1).lognormal(size=(1, 50)))
     apart = difference_row(shop, ("table", "row", "0.50"), values, other)
     assert -100 < apart.low < 100 * float(values.mean() / other.mean() - 1) < apart.high
+    nothing = difference_row(shop, ("table", "row", "0.05"), torch.zeros(2, 3), torch.zeros(2, 3))
+    assert math.isnan(nothing.value) and nothing.low is None
