@@ -133,7 +133,7 @@ def rows_with(changes: dict[tuple[str, str, str], Known] | None = None):
     values = lines(OURS, (V1, SHARE), {CONSTANT.row: (around(0.4), around(0.5))})
     for variant, v1 in ((UNTRAINED, 0.005), (QUICK, 0.713), (SPECTRAL, 0.710)):
         values |= {(OURS, variant.row, V1): around(v1), (OURS, variant.row, LEAD): AHEAD if v1 > 0.1 else BEHIND}
-    values |= {(OURS, QUICK.row, GAP): (0.003, -0.002, 0.008), (OURS, QUICK.row, TARGET): around(0.95)}
+    values |= {(OURS, QUICK.row, GAP): (0.003, -0.002, 0.008), (OURS, QUICK.row, TARGET): around(0.97)}
     values |= {
         (COMPRESSED, READ, R_EFF): around(282), (COMPRESSED, READ_THROUGH, R_EFF): around(40),
         (COMPRESSED, READ, K20): around(0.5), (COMPRESSED, READ_THROUGH, K20): around(0.8),
@@ -147,7 +147,7 @@ CASES = {
     "A randomly": {(OURS, UNTRAINED.row, V1): around(0.4)},
     "The gap from random": {(OURS, QUICK.row, LEAD): (0.0, -0.01, 0.01), (OURS, SPECTRAL.row, LEAD): BEHIND},
     "Trained networks": {(OURS, QUICK.row, V1): around(0.3), (OURS, SPECTRAL.row, V1): around(0.3)},
-    "A single power-iteration": {(OURS, QUICK.row, TARGET): around(0.83)},
+    "A single power-iteration": {(OURS, QUICK.row, TARGET): around(0.7)},
     "Compression moves": {(COMPRESSED, READ_THROUGH, R_EFF): around(282)},
     "The bottleneck keeps": {(KEPT, DEPTH, DELTA): around(0.9)},
     "The compressed and": {(KEPT, DEPTH, column): around(0.3) for column in (V1, HELD, RHO)},
@@ -184,6 +184,8 @@ def test_without_rows_nothing_is_said(claim) -> None:
 def test_little_is_judged_by_its_parts() -> None:
     behind = rows_with({(OURS, QUICK.row, GAP): (-0.008, -0.009, -0.007)})
     assert judged(SPN_VAE, behind, "RandNLA at q = 1")[0] == "holds partly"
+    nearly = rows_with({(OURS, QUICK.row, TARGET): around(0.89)})
+    assert judged(SPN_VAE, nearly, "A single power-iteration")[0] == "holds partly"
     tractable = {(COMPRESSED, READ, R_EFF): around(5.0), (COMPRESSED, READ_THROUGH, R_EFF): around(3.0)}
     word, why = judged(SPN_VAE, rows_with(tractable), "Compression moves")
     assert word == "holds partly" and "1.67 times less" in why  # 53 or less says nothing of one that was so before
@@ -198,7 +200,8 @@ def test_the_footnote_names_the_constant_subspace() -> None:
 # A run
 
 
-def test_a_run_measures_every_place_and_networks_twice_the_same(shop, tmp_path) -> None:
+def test_a_run_measures_every_place_and_networks_twice_the_same(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr("pullback.experiments.run.commit", lambda: "the same")  # others may commit in between
     rows = {(row["table"], row["row"], row["column"]): row for row in run(MINE, tmp_path / "one")}
     assert all(row["value"] is not None for row in rows.values())
     assert {row for table, row, _ in rows if table == OURS} == {own.row for own in RUN}
