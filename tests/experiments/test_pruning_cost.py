@@ -53,7 +53,7 @@ def test_the_cells_of_every_scale_are_valid(scale: Scale) -> None:
     assert {cell.key for cell in cells if cell.timed} == {cell.key for cell in cells if cell.key.startswith("time")}
     there = {cell.key for cell in cells if scale.why_absent(cell) is None}
     assert {"operations, ViT-B/14, 224 px", "operations, ViT-B/14, 448 px"} <= there
-    assert all(cell.forwards > 0 for cell in cells)
+    assert all(cell.forwards > 0 for cell in cells if cell.model)
 
 
 # Operations

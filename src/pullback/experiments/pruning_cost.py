@@ -171,7 +171,7 @@ def _operations_cells(own: Profiled, scale: Scale) -> Iterator[Cell]:
         run = partial(_operations, own=own, px=px)
         yield Cell(
             f"operations, {own.title}, {px} px", tuple(places), run, own.model, absent=own.absent(scale),
-            forwards=(px / 224) ** 2,
+            forwards=(px / 224) ** 2 if own.model else 0.0,
         )  # fmt: skip
 
 

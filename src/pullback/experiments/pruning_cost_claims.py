@@ -68,7 +68,7 @@ def counted(found: Found, px: int, stages: Sequence[int]) -> tuple[str, dict[str
     """Return who decides about operations, and the shares of its row: the paper's model, or its shapes."""
     for title in _COUNTED:
         values = found.columns(DENSE_OPERATIONS, operations_row(title, px, stages, 0.20))
-        if values:
+        if {_SAVED, BLOCKS, FUSION, HEAD, TOME_SCORE} <= values.keys():
             return title, values
     return "", {}
 
@@ -230,7 +230,7 @@ def tome_is_cheaper(found: Found) -> Verdict:
         if head is not None and tome_time is not None and title == decides:
             parts[f"time, {px} px"] = bool(tome_time["high"] < head["low"])
             why.append(f"{title}, one picture of {px} px: {said(tome_time, ' ms')} against {said(head, ' ms')}.")
-    return overall(parts, " ".join(why))
+    return overall(parts, " ".join(why) or _NO_TIMES)
 
 
 # Footnotes
@@ -251,7 +251,7 @@ def without_fusion(found: Found) -> str | None:
 def too_late_for_class_tokens(found: Found) -> str | None:
     row = operations_row(f"{SHAPES}, class token", 224, (10,), 0.50)
     values = found.columns(CLS_OPERATIONS, row)
-    if not values:
+    if not {BLOCKS, HEAD, D_TASK, _SAVED} <= values.keys():
         return None
     return (
         "Class tokens are pruned after block 10 of 12 in the paper, which leaves one block to save in. With half of "
