@@ -413,6 +413,14 @@ def test_rows_with_neither_a_number_nor_one_of_the_paper_are_named_below_their_t
     assert page.text.count("DINOv2-B") == 1 and "DINOv2-B: Importance" in (folder / "report.md").read_text("utf-8")
 
 
+def test_a_figure_of_a_table_without_a_number_is_left_out(tmp_path):
+    folder = write_reproduced(tmp_path / "one")
+    edit_rows(folder, "cls-pruning", lambda row: row | ({"value": None} if row["table"] == "operations" else {}))
+    write_report(folder, order=ORDER)
+    page = Page((folder / "report.html").read_text(encoding="utf-8"))
+    assert "Degradation by ratio" in page.text and "Degradation by operations" not in page.text
+
+
 def test_a_long_reason_is_cut_behind_a_sentence_and_the_rest_can_be_opened(tmp_path):
     folder = write_reproduced(tmp_path / "one")
     path = folder / "importance-maps" / "experiment.json"

@@ -134,9 +134,15 @@ def _section(result: Result, results: Results, comparison: Comparison | None, al
         command,
         len(result.rows),
         tables_of(result, changes),
-        [_figure(result, figure, album) for figure in result.document["figures"]],
+        [_figure(result, figure, album) for figure in result.document["figures"] if _measured(result, figure)],
         {word: words.count(word) for word in WORDS if word in words},
     )
+
+
+def _measured(result: Result, figure: Mapping[str, Any]) -> bool:
+    """Whether a figure has something to show: not if its table has no number, whose reason that table says."""
+    rows = [row for place, row in result.rows.items() if place.table == figure.get("table")]
+    return not rows or any(row["value"] is not None for row in rows)
 
 
 def _figure(result: Result, figure: Mapping[str, Any], album: Album) -> Figure:
