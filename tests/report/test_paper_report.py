@@ -332,13 +332,6 @@ def test_a_figure_whose_arrays_are_missing_or_wrong_is_a_sentence(tmp_path):
     assert page.text.count("This figure is not shown") == 4
 
 
-def test_a_figure_of_rows_that_are_all_absent_is_a_sentence(tmp_path):
-    folder = write_reproduced(tmp_path / "one")
-    edit_rows(folder, "cls-pruning", lambda row: row | {"value": None, "low": None, "high": None, "absent": LACKS})
-    write_report(folder, order=ORDER)
-    assert "none of its rows has a number at this scale" in Page((folder / "report.html").read_text("utf-8")).text
-
-
 def test_a_page_that_would_be_too_heavy_shows_fewer_and_smaller_pictures_and_says_so(tmp_path, monkeypatch):
     folder = write_reproduced(tmp_path / "one")
     maps = folder / "dense-pruning" / "arrays" / "depth.npz"
