@@ -94,9 +94,11 @@ class Subject:
     def cell(self, places: tuple[Place, ...], run: Callable[[Workshop], Any], counts: Mapping[str, int]) -> Cell:
         """Return the cell that measures it."""
         products = min(self.outputs, _KRYLOV_PRODUCTS)
+        behind = max(1, 11 - self.layer) / 12 if isinstance(self.layer, int) else 1 / 4  # of the blocks, or a head
+        size = counts.get({"tiny-views": "view size", "tiny-scenes": "size"}.get(self.model, ""), 224)
         return Cell(
             key=self.row, places=places, run=run, model=self.model, data=self.data, absent=self.absent,
-            forwards=3.0 * products * counts[self.counted],
+            forwards=3.0 * products * counts[self.counted] * behind * (size / 224) ** 2,
         )  # fmt: skip
 
     def at(self, row: str, layer: int | str) -> Subject:
