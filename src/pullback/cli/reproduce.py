@@ -9,10 +9,11 @@ from typing import Annotated
 import typer
 
 from pullback.cli import options
-from pullback.cli.common import running, say
+from pullback.cli.common import keeping_rows, row_count, running, say
 from pullback.errors import PullbackError
 from pullback.report.console import console
 from pullback.report.experiments_console import plan_table, verdicts_table
+from pullback.runs.documents import ROWS, TIMES
 
 _ROLES = "Several times, or several by commas."
 
@@ -41,7 +42,8 @@ def reproduce(
     seed: options.Seed = 0,
 ) -> None:
     """Measure tables and figures of the paper on your models, each number beside the paper's."""
-    with running(None if dry_run else out, reproduce, [place for _, place in _pairs("images", images)]) as progress:
+    folders = [text.partition("=")[2] for part in images or () for text in part.split(",")]
+    with running(None if dry_run else out, reproduce, folders) as progress:
         from pullback.backbones.loading import resolve_device
         from pullback.experiments.estimate import estimates
         from pullback.experiments.registry import chosen
@@ -54,7 +56,9 @@ def reproduce(
             with progress.hidden():
                 console().print(plan_table(estimates(wanted, asked, resolve_device(device))))
             return
-        documents = run_experiments(wanted, asked, out, resolve_device(device), progress)
+        files = [out / own.name / name for own in wanted for name in (ROWS, TIMES)]
+        with keeping_rows(progress, lambda: sum(map(row_count, files)), "number"):
+            documents = run_experiments(wanted, asked, out, resolve_device(device), progress)
         with progress.hidden():
             console().print(verdicts_table(documents))
             say(f"rows in {out}/; a page of them: pullback report {out}")

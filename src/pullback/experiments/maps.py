@@ -322,9 +322,11 @@ CHANCE = TOP
 """What the overlap of two quarters chosen at random is in the mean."""
 
 
-def judged_on(found: Found) -> list[Shown]:
+def judged_on(found: Found, *needed: tuple[str, str]) -> list[Shown]:
+    """Return what decides, the paper's own or else ours; what lacks a needed number (row, column) decides nothing."""
+
     def there(own: Shown) -> bool:
-        return found.value(own.title, HEAD, RHO) is not None
+        return all(found.value(own.title, *place) is not None for place in ((HEAD, RHO), *needed))
 
     return [own for own in PAPERS if there(own)] or [own for own in OURS if there(own)]
 
@@ -336,7 +338,7 @@ def _of_pictures(found: Found, own: Shown, column: str) -> list[float]:
 
 def _row(found: Found, own: Shown, row: str, column: str) -> Mapping[str, Any]:
     known = found.row(own.title, row, column)
-    assert known is not None  # a cell is measured whole
+    assert known is not None  # of what decides
     return known
 
 
@@ -366,7 +368,7 @@ def _average_is_low(found: Found) -> Verdict:
     """Judge whether the mean is about 0.2, and below all of the pictures shown, by its interval."""
     parts: Part = {}
     why = []
-    for own in judged_on(found):
+    for own in judged_on(found, (HEAD, LOWEST)):
         mean, lowest = _row(found, own, HEAD, RHO), _row(found, own, HEAD, LOWEST)["value"]
         parts[f"{own.title}: about 0.2"] = mean["low"] <= 0.3 and mean["high"] >= 0.1
         parts[f"{own.title}: below"] = mean["high"] < lowest
@@ -377,7 +379,7 @@ def _average_is_low(found: Found) -> Verdict:
 def _tome_is_unrelated(found: Found) -> Verdict:
     parts: Part = {}
     why = []
-    for own in judged_on(found):
+    for own in judged_on(found, (TOME, RHO)):
         values = _of_pictures(found, own, BY_TOME)
         parts |= {f"{own.title} {number}": round(abs(value), 2) <= 0.27 for number, value in enumerate(values)}
         mean = _row(found, own, TOME, RHO)
@@ -389,7 +391,7 @@ def _on_edges(found: Found) -> Verdict:
     """Judge against chance, and against ToMe on the same pictures."""
     parts: Part = {}
     why = []
-    for own in judged_on(found):
+    for own in judged_on(found, *((row, column) for row in (HEAD, TOME, EXACT) for column in (EDGES, DEEP))):
         rows = {row: _row(found, own, row, EDGES) for row in (HEAD, TOME, EXACT)}
         less = found.row(own.title, LESS, EDGES)
         parts[f"{own.title}: more than chance"] = rows[HEAD]["low"] > CHANCE
@@ -407,7 +409,7 @@ def _scattered(found: Found) -> Verdict:
     """Judge whether the patches that the head marks have more marked neighbours than those of ToMe."""
     parts: Part = {}
     why = []
-    for own in judged_on(found):
+    for own in judged_on(found, *((row, TOGETHER) for row in (HEAD, TOME, EXACT))):
         less = found.row(own.title, LESS, TOGETHER)
         parts[own.title] = None if less is None else less["low"] > 0
         told = ", ".join(f"{row} {_spanned(_row(found, own, row, TOGETHER))}" for row in (HEAD, TOME, EXACT))
@@ -419,6 +421,8 @@ def _chosen_note(found: Found) -> str | None:
     told = []
     for own in judged_on(found):
         values, mean = _of_pictures(found, own, BY_HEAD), _row(found, own, HEAD, RHO)
+        if not values:
+            continue
         ends = " to ".join(_listed([end]) for end in (min(values), max(values)))
         told.append(f"{ends} beside {_spanned(mean)} ({own.title})")
     if not told:
