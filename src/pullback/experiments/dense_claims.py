@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
 from pullback.experiments.dense_errors import (
+    FUSION,
     IMPORTANCE,
     PHOTOS_DA,
     PHOTOS_S,
@@ -20,6 +21,7 @@ from pullback.experiments.dense_errors import (
     ROOMS_S,
     SCENES,
     SCORES,
+    STALE,
     STALE_FUSED,
     TOME,
     WHOLE,
@@ -202,7 +204,7 @@ def _falls(found: Found, dense: Dense) -> tuple[dict[str, bool | None], str]:
     why += f"; it grows from each ratio to the next for {', '.join(rising) or 'none'}"
     part = causes_table(dense)
     if found.value(part, cause_row(RANDOM, WHOLE), "0.05") is not None:
-        rows = {cause_row(RANDOM, cause): cause for cause in (WHOLE, REMOVAL, STALE_FUSED)}
+        rows = {cause_row(RANDOM, cause): cause for cause in (WHOLE, REMOVAL, STALE, FUSION)}
         why += f"; at random, {values_told(found, part, rows, ('0.05', '0.30'))}"
     return held, why
 
@@ -288,8 +290,8 @@ _ON_PHOTOS, _ON_ROOMS, _IN_SCENES = "IN", "NYU", "scenes"
 _SIZES: dict[str, tuple[int, ...]] = {
     _ON_PHOTOS: (224, 336, 448),
     _ON_ROOMS: (224, 336, 448),
-    _IN_SCENES: (112, 168, 224),
-    "shifted": (112, 168, 224),
+    _IN_SCENES: (84, 126, 168),
+    "shifted": (84, 126, 168),
 }
 ROBUSTNESS_SUBJECTS = {
     "DA V2 depth": (_ON_PHOTOS, _ON_ROOMS),
@@ -395,7 +397,7 @@ ROBUSTNESS_CLAIMS = (
 
 STAGES_RATIOS = ("0.05", "0.10", "0.20", "0.30", "0.50")
 ROOM_GROUPS = ((ROOMS_DA,), (ROOMS_S,), (SCENES,))
-LARGER = {ROOMS_DA.title: (336, 448), ROOMS_S.title: (336, 448), SCENES.title: (168,)}
+LARGER = {ROOMS_DA.title: (336, 448), ROOMS_S.title: (336, 448), SCENES.title: (126,)}
 """Further sizes of the pictures for two stages."""
 
 

@@ -47,8 +47,8 @@ _PRODUCTS = 130  # of a Krylov space, where a Jacobian is too large to be formed
 
 COUNTS: dict[ScaleName, dict[str, int]] = {
     "tiny": {
-        "scenes": 16, "scenes to train": 24, "larger scenes to train": 16, "photos": 8, "photos to train": 16,
-        "larger photos to train": 16, "rooms": 8, "rooms to train": 16, "seeds": 3, "steps": 100, "batch": 16,
+        "scenes": 16, "scenes to train": 20, "larger scenes to train": 12, "photos": 8, "photos to train": 16,
+        "larger photos to train": 16, "rooms": 8, "rooms to train": 16, "seeds": 3, "steps": 80, "batch": 16,
         "width": 128, "cells": 3,
     },
     "small": {
@@ -136,7 +136,7 @@ class Dense:
         products = 3.0 * (cells * cells or _PRODUCTS)
         pictures = trains * counts[self._trained_on] + modes * counts[self.kind]
         forwards = passes * counts[self.kind] + products * pictures
-        needs = (self.trained,) if trains else ()
+        needs = (self.trained,) if trains and self.trained != self.data else ()
         return Cell(
             key, tuple(places), run, self.model, self.data, needs, absent=self.absent(scale),
             forwards=forwards * (self.size / 224) ** 2,

@@ -54,6 +54,7 @@ from pullback.experiments.dense_errors import (
     CAUSES,
     COUNTS,
     FLOOR,
+    FUSION,
     IMPORTANCE,
     PHOTOS_DA,
     PHOTOS_S,
@@ -64,7 +65,7 @@ from pullback.experiments.dense_errors import (
     SALIENCY,
     SCENES,
     SCORES,
-    STALE_FUSED,
+    STALE,
     TOME,
     WHOLE,
     Dense,
@@ -240,14 +241,18 @@ def _not_monotone(found: Found) -> str | None:
     for dense in EXAMINED:
         part = causes_table(dense)
         change = found.row(CHANGE, difference(dense.title, RANDOM), CHANGED)
-        shares = [found.value(part, cause_row(RANDOM, cause), "0.05") for cause in (WHOLE, STALE_FUSED, REMOVAL, FLOOR)]
-        if change is None or None in shares:
+        shares = [
+            found.value(part, cause_row(RANDOM, cause), "0.05") for cause in (WHOLE, REMOVAL, STALE, FUSION, FLOOR)
+        ]
+        known = [f"{share:.2g}" for share in shares if share is not None]
+        if change is None or len(known) < len(shares):
             continue
-        whole, stale, removal, floor = (f"{share:.2g}" for share in shares)
+        whole, removal, stale, fusion, floor = known
         said.append(
             f"{dense.title}: {change['value']:+.0f} % ({change['low']:+.0f} to {change['high']:+.0f}); at 0.05 the "
-            f"error is {whole}, with stale tokens alone {stale}, with removal alone {removal}, and {floor} % of the "
-            "pixels lie at the floor of the logarithm"
+            f"error is {whole}, with removal alone {removal}, with tokens that are stale where the decoder reads them "
+            f"{stale}, with tokens that are stale only before the last block (Last-Layer Fusion) {fusion}, and {floor} "
+            "% of the pixels lie at the floor of the logarithm"
         )
     if not said:
         return None
@@ -319,8 +324,8 @@ _ROBUST: dict[str, tuple[tuple[str, Dense, tuple[int, ...]], ...]] = {
     "DA V2 depth": (("IN", PHOTOS_DA, (224, 336, 448, 518)), ("NYU", ROOMS_DA, (224, 336, 448, 518))),
     "DINOv2-S depth head": (("IN", PHOTOS_S, (224, 336, 448, 518)), ("NYU", ROOMS_S, (224, 336, 448, 518))),
     "tiny-scenes depth": (
-        ("scenes", SCENES, (112, 168, 224)),
-        ("shifted", SCENES.of("scenes-shifted", "scenes-shifted"), (112, 168, 224)),
+        ("scenes", SCENES, (84, 126, 168)),
+        ("shifted", SCENES.of("scenes-shifted", "scenes-shifted"), (84, 126, 168)),
     ),
 }
 
@@ -362,8 +367,8 @@ DENSE_ROBUSTNESS = Experiment(
     columns=tuple(
         Column(f"{data}@{size}", better="lower")
         for data, sizes in (
-            ("IN", (224, 336, 448, 518)), ("NYU", (224, 336, 448, 518)), ("scenes", (112, 168, 224)),
-            ("shifted", (112, 168, 224)),
+            ("IN", (224, 336, 448, 518)), ("NYU", (224, 336, 448, 518)), ("scenes", (84, 126, 168)),
+            ("shifted", (84, 126, 168)),
         )
         for size in sizes
     ),
