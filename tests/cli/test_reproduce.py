@@ -58,7 +58,8 @@ OTHER = replace(TOY, name="other", claims=(), figures=())
 
 @pytest.fixture
 def toys(monkeypatch) -> ModuleType:
-    """A registry of two small experiments."""
+    """A registry of two small experiments. Their rows name no commit, which may change between two runs."""
+    monkeypatch.setattr("pullback.experiments.run.commit", lambda: "of the test")
     module = ModuleType("pullback.experiments.toys")
     module.TOY, module.OTHER = TOY, OTHER
     monkeypatch.setitem(sys.modules, module.__name__, module)

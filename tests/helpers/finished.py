@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from pullback.experiments.experiment import Cell, Experiment, Found, Measured
@@ -75,8 +76,11 @@ def cut_down(experiment: Experiment, keep: Callable[[Cell], bool], **counts: int
 
 
 def run(experiment: Experiment, out: Path) -> list[dict[str, Any]]:
-    """Run an experiment on the embedded models; return its rows."""
-    run_experiments([experiment], SCALES["tiny"], out, torch.device("cpu"), Progress())
+    """Run an experiment on the embedded models; return its rows, which name no commit: two runs are compared whatever
+    is done in the checkout between them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pullback.experiments.run.commit", lambda: "of the test")
+        run_experiments([experiment], SCALES["tiny"], out, torch.device("cpu"), Progress())
     return [json.loads(line) for line in rows_file(experiment, out).read_text().splitlines()]
 
 
