@@ -133,9 +133,9 @@ def _variant_cell(scale: Scale, table: str, block: Block, variant: Variant) -> C
     columns = [*RATIOS, CHANGE, RHO, *({TARGET: (RHO_OWN, SPREAD, AGREE), SIZE: (PARAMETERS,)}.get(table, ()))]
     images = variant.changes.get("images", block.images(counts))
     forwards = 3 * counts["seeds"] * counts["steps"] * counts["batch"] / 50  # of a head, about a fiftieth of a forward
-    forwards += counts["seeds"] * len(RATIOS) * block.tests(counts)
-    if table in (OF_CLS, OF_DENSE):  # shared by all other tables
-        forwards += block.forwards(images)
+    forwards = block.share * (forwards + counts["seeds"] * len(RATIOS) * block.tests(counts))
+    if images == block.most(counts):  # what the smaller sets are parts of
+        forwards += block.forwards(images + block.tests(counts))
     cell = block.cell(
         scale, f"{table}: {row}", [Place(table, row, column) for column in columns],
         partial(_measure_variant, table=table, block=block, variant=variant), forwards,

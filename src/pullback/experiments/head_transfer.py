@@ -78,7 +78,7 @@ def _cells_of(family: Family, scale: Scale) -> Iterable[Cell]:
             counts = TRANSFERRED[scale.name]
             forwards = float(counts["tested"] * len(others))
             if own is not None and run is _of_head and others is there:  # its own importances, and those to learn from
-                forwards += own.forwards(counts["tested"] + own.images(counts))
+                forwards += own.forwards(counts["tested"] + (0 if _ships(own, scale) else own.images(counts)))
             absent = next((why for block in (own, *others) if block and (why := block.why_absent(scale))), None)
             yield Cell(
                 f"{family.title}: {row}" + ("" if others is there else ", elsewhere"),
@@ -86,6 +86,12 @@ def _cells_of(family: Family, scale: Scale) -> Iterable[Cell]:
                 partial(run, table=family.title, row=row, own=own, others=others),
                 family.model, family.tested, (family.trained,), absent=absent, forwards=forwards,
             )  # fmt: skip
+
+
+def _ships(block: Block, scale: Scale) -> bool:
+    """Whether a head comes with the package, as far as an estimate can know: for class tokens of DINOv2-S, and for
+    early layers of tiny-scenes."""
+    return block.layer < 10 if block.drawn else not block.dense and scale.name != "paper"
 
 
 def _of_head(shop: Workshop, *, table: str, row: str, own: Block, others: Sequence[Block]) -> Iterable[Measured]:

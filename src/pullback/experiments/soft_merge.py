@@ -33,6 +33,7 @@ RATIOS = ("0.05", "0.10", "0.15", "0.20", "0.30", "0.40", "0.50")
 _BATCH = 8
 _DRAWS = 2000
 _KRYLOV = 130  # products, where a Jacobian is too large to be formed
+_SCENE = (112 / 224) ** 2  # of the tokens of a usual picture
 
 
 @dataclass(frozen=True)
@@ -90,10 +91,15 @@ class Block:
         """Say why it cannot be had at a scale, whatever the models there; None if it can."""
         return None if scale.name in self.scales else "the depth head that ships is one of DINOv2-S"
 
+    @property
+    def share(self) -> float:
+        """The tokens of one of its pictures over those of a usual one."""
+        return _SCENE if self.drawn else 1.0
+
     def forwards(self, images: int) -> float:
-        """About how many forward passes the importance of so many pictures takes."""
+        """About how many forward passes of a usual picture the importance of so many pictures takes."""
         outputs = 64 if "x" in self.decoder else _KRYLOV if self.dense else 192 if self.model == "tiny-scenes" else 768
-        return 3 * outputs * images * (11 - self.layer) / 12
+        return 3 * outputs * images * (11 - self.layer) / 12 * self.share
 
     def cell(self, scale: Scale, key: str, places: Sequence[Place], run: Callable[..., Any], forwards: float) -> Cell:
         return Cell(
