@@ -93,6 +93,31 @@ def test_shares_are_votes_of_the_nearest_with_three_banks(rows, tokens) -> None:
         assert one["low"] <= one["value"] <= one["high"]
 
 
+def test_a_bank_is_of_unpruned_pictures_or_pruned_alike(shop, monkeypatch) -> None:
+    """On embeddings that differ so much that every other bank gives another share."""
+    draws = np.random.default_rng(0)
+    places = [(UNPRUNED, WHOLE), *((rule, column) for rule in SCENES.rules for column in SCENES.columns)]
+    classes, centres = draws.integers(0, 4, 120), draws.normal(size=(4, 8))
+    found = {place: torch.tensor(centres[classes] + 2 * draws.normal(size=(120, 8))) for place in places}
+    split = torch.arange(60), torch.arange(60, 120)
+    monkeypatch.setattr("pullback.experiments.accuracy.embedded", lambda *of: (found, torch.tensor(classes), split))
+    unit = {place: torch.nn.functional.normalize(value, dim=1).numpy() for place, value in found.items()}
+    whole, tables = unit[UNPRUNED, WHOLE], SCENES.tables()
+    for cell in ACCURACY.cells(SCALES["tiny"]):
+        name = cell.key.removeprefix(f"{SCENES.table}: ")
+        if name not in ("one", "alike", "bank"):
+            continue
+        assert cell.run is not None
+        rows = {(one.row, one.column): one.value for one in cell.run(shop) if one.table == tables[name]}
+        for place in places[::7]:
+            if name == "bank":
+                asks = [voted(whole[60:], classes[60:], unit[place][at]) == classes[at] for at in range(60)]
+                assert rows[place] == pytest.approx(np.mean(asks)), (name, place)
+            else:
+                bank = whole if name == "one" else unit[place]
+                assert rows[place] == pytest.approx(alone(bank, classes, unit[place]).mean()), (name, place)
+
+
 def test_tests_are_of_the_same_pictures(rows, tokens) -> None:
     unit, classes = tokens
     hits = {place: alone(unit[UNPRUNED, WHOLE], classes, queries) for place, queries in unit.items()}

@@ -147,6 +147,17 @@ def test_a_run_gives_the_rows_of_its_subjects_and_the_same_ones_again(tmp_path) 
     assert rows_file(cut, tmp_path / "one").read_bytes() == rows_file(cut, tmp_path / "two").read_bytes()
 
 
+def test_the_sweep_has_the_truncated_rank_and_its_ratio(shop) -> None:
+    found = diagnosis(shop, CLS)
+    (cell,) = [cell for cell in FULL_SWEEP.cells(SCALES["tiny"]) if cell.key == CLS.row]
+    assert cell.run is not None
+    rows = {one.column: one for one in cell.run(shop)}
+    assert list(rows) == list(SHOWN[SWEEP])
+    assert rows[TRUNC].value == pytest.approx(float(found.r_eff_trunc.mean())) and rows[TRUNC].value <= 20
+    assert rows[R_EFF].value == pytest.approx(float(found.r_eff.mean()))
+    assert rows[RATIO].value == pytest.approx(float((found.r_eff / found.r_eff_trunc).mean()))
+
+
 def test_several_layers_have_a_multiplicity(tmp_path) -> None:
     cut = cut_down(MULTI_LAYER, lambda cell: cell.key == "tiny-views depth 8×8, x_vis", **FEW)
     found = {row["column"]: row for row in run(cut, tmp_path)}
