@@ -416,10 +416,8 @@ def _two_stages(found: Found, dense: Dense) -> tuple[dict[str, bool | None], str
     held = {column: less(found, row, column) for column in STAGES_RATIOS}
     held |= {f"a quarter {column}": by_a_quarter(found, row, column) for column in STAGES_RATIOS}
     reached = [column for column in STAGES_RATIOS if held[f"a quarter {column}"]]
-    return (
-        held,
-        f"at {dense.size} px {told(found, row, STAGES_RATIOS)}, a quarter within at {', '.join(reached) or 'none'}",
-    )
+    why = f"at {dense.size} px {told(found, row, STAGES_RATIOS)}"
+    return held, f"{why}, the interval reaches a quarter at {', '.join(reached) or 'none'}"
 
 
 def _larger(found: Found, dense: Dense) -> tuple[dict[str, bool | None], str]:
