@@ -28,6 +28,7 @@ from pullback.experiments.merging import (
     SKETCHES,
     TINY,
     TINY_EARLY,
+    TINY_SHIFTED,
     Point,
     drawn,
     exactly,
@@ -214,6 +215,10 @@ def test_settings_differ_in_their_tables_and_tell_what_they_take() -> None:
         assert own.kinds[-1] == "exact" and ("spn" in own.kinds) != own.early
         few, many = ([own.forwards(SCALES[name], kind) for kind in own.kinds] for name in ("tiny", "paper"))
         assert all(0 < one < other for one, other in zip(few, many, strict=True))
+    assert TINY_SHIFTED.forwards(SCALES["tiny"], "spn") < 0.2 * TINY.forwards(SCALES["tiny"], "spn"), (
+        "it learns nothing"
+    )
+    assert (TINY.size_of(SCALES["tiny"]), DINOV2.size_of(SCALES["tiny"])) == (0.25, 1.0)
     assert {tuple(counts) for counts in COUNTS.values()} == {tuple(COUNTS["tiny"])}
 
 

@@ -104,7 +104,8 @@ def cells(scale: Scale) -> list[Cell]:
     for own in CENSUSES:
         tables, setting = own.tables(), own.setting
         about = partial(Cell, model=setting.model, data=own.roles[0], needs=own.needs)
-        pictures = _COUNTS[scale.name] if own.roles[0] in DRAWN else len(own.roles) * _PHOTOS[scale.name]
+        counted = _COUNTS[scale.name] if own.roles[0] in DRAWN else len(own.roles) * _PHOTOS[scale.name]
+        pictures = counted * setting.size_of(scale)
         each = (11 - setting.layer) / 12 * len(own.rules) * len(own.columns)
         for name in ("one", "alike", "bank"):
             forwards = pictures * (1 + each) if name == "one" else 0.0

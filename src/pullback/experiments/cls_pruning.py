@@ -104,7 +104,7 @@ def cells(scale: Scale) -> list[Cell]:
         found.append(of_own(f"{own.table}: leads", compared, partial(lead_rows, setting=own, others=COMPARED)))
     points = tuple(Place(COST, point, column) for point in _points() for column in ("operations", "error"))
     own = TINY_EARLY
-    forwards = COUNTS[scale.name]["early images"] * len(_points())
+    forwards = COUNTS[scale.name]["early images"] * len(_points()) * own.size_of(scale)
     return [*found, Cell("operations", points, _cost, own.model, own.data, (own.train,), forwards=forwards)]
 
 

@@ -105,15 +105,27 @@ class Setting:
         available = shop.available(role)
         return wanted if available is None or name == "train" else min(wanted, available)
 
+    @property
+    def shifted(self) -> bool:
+        """Whether it takes what was learned for the same model on usual pictures."""
+        return self.data in ("sketches", "scenes-shifted")
+
     def forwards(self, scale: Scale, kind: str) -> float:
-        """About how many forward passes measuring a kind takes, with what is learned for it."""
+        """About how many forward passes measuring a kind takes, with what is learned for it. A VJP through frozen
+        blocks takes about one of them."""
         counts, columns = COUNTS[scale.name], 192 if self.model == "tiny-scenes" else 768
         share = (11 - self.layer) / 12  # of the blocks
         pictures = counts["early images" if self.early else "images"]
-        trained = counts["early train" if self.early else "train"] if kind == self.kinds[0] else 0
-        modes = pictures if kind == "exact" else counts["spn steps"] * counts["spn batch"] * 3 * RANK / columns
-        rules = pictures * len(RULES[kind]) * counts["seeds"] * len(RATIOS) * share
-        return pictures + trained + 3 * share * columns * (trained + modes) + rules
+        learns = kind == self.kinds[0] and not self.shifted
+        trained = counts["early train" if self.early else "train"] if learns else 0
+        steps = counts["spn steps"] * counts["spn batch"] * 4 * RANK if learns and kind == "spn" else 0
+        modes = pictures * columns if kind == "exact" else 0
+        rules = pictures * len(RULES[kind]) * counts["seeds"] * len(RATIOS)
+        return self.size_of(scale) * (pictures + trained + share * (columns * trained + steps + modes + rules))
+
+    def size_of(self, scale: Scale) -> float:
+        """Return the area of its pictures over that of 224 x 224 pixels."""
+        return (COUNTS[scale.name]["scene size"] / 224) ** 2 if self.data in DRAWN else 1.0
 
 
 _ROLES = {"images": "data", "train": "train"}

@@ -43,17 +43,18 @@ _PART = 4
 
 
 def cells(scale: Scale) -> list[Cell]:
-    count = COUNTS[scale.name]["scenes"]
+    count, size = (COUNTS[scale.name][name] for name in ("scenes", "view size"))
     products = (POSE + FREE) * VIEWS
+    area = (size / 112) ** 2 / 2  # of two views, over the four of the model's usual scene
     return [
         Cell(
             PAPERS, places(TABLE, PAPERS, COLUMNS), partial(measure, row=PAPERS, model="vggt", layer=16), model="vggt",
-            data="multiview", forwards=3.0 * products * count,
+            data="multiview", forwards=products * count,
         ),
         *(
             Cell(
                 row, places(TABLE, row, COLUMNS), partial(measure, row=row, model="tiny-views", layer=5, unit=unit),
-                model="tiny-views", data="scenes", forwards=3.0 * products * count,
+                model="tiny-views", data="scenes", forwards=products * count * area,
             )
             for row, unit in OUR_ROWS.items()
         ),

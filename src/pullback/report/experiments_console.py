@@ -37,7 +37,10 @@ def plan_table(document: Mapping[str, Any]) -> RenderableType:
     models = Text("models: " + ", ".join(f"{role} = {name}" for role, name in document["models"].items()))
     why = dict.fromkeys(reason for own in document["experiments"] for reason in own["why"])
     return Group(
-        table, Text(f"together about {total}; a rough guess from counts of operations"), models, *map(Text, why)
+        table,
+        Text(f"together about {total}; a rough guess from counts of operations; what several share counts in each"),
+        models,
+        *map(Text, why),
     )
 
 
