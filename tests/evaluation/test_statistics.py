@@ -8,6 +8,7 @@ from scipy import stats
 from pullback.errors import PullbackError, ShapeError
 from pullback.evaluation.statistics import (
     Interval,
+    bootstrap_change,
     bootstrap_mean,
     bootstrap_share,
     compare_paired,
@@ -68,6 +69,26 @@ def test_a_comparison_has_the_interval_of_the_differences():
     assert compared.difference == alone and compared.count == 100
     assert compared.p_value == wilcoxon_p(first, second)
     assert alone.low < -0.05 < alone.high < 0, "the shift is inside and zero is not"
+
+
+def test_a_change_is_told_of_means_that_are_drawn_together():
+    first, second = pairs(200, 0.3)
+    found = bootstrap_change(second, first, generator=np.random.default_rng(0))
+    assert found.mean == pytest.approx(second.mean() / first.mean() - 1)
+    residual = second - (1 + found.mean) * first  # the delta method of a ratio of means
+    error = residual.std(ddof=1) / len(first) ** 0.5 / first.mean()
+    assert [found.low, found.high] == pytest.approx(
+        [found.mean - 1.96 * error, found.mean + 1.96 * error], abs=error / 3
+    )
+    half = bootstrap_change(first / 2, first, generator=np.random.default_rng(0))
+    assert [half.mean, half.low, half.high] == pytest.approx([-0.5] * 3)
+
+
+def test_a_change_needs_pairs_and_something_to_be_a_share_of():
+    with pytest.raises(ShapeError, match="one value per image each, of the same images, got 2 and 1"):
+        bootstrap_change([1.0, 2.0], [1.0], generator=np.random.default_rng(0))
+    with pytest.raises(PullbackError, match="second: expected values above zero"):
+        bootstrap_change([1.0], [0.0], generator=np.random.default_rng(0))
 
 
 def test_the_same_seed_gives_the_same_interval_also_in_blocks(monkeypatch):

@@ -200,6 +200,7 @@ def test_a_ratio_that_cannot_be_met_is_said(few, monkeypatch, tmp_path):
     shop = Workshop(DENSE_STAGES, TINY, tmp_path, CPU, Progress())
     assert module._ratios_of(shop, SMALL, TWO, EQUAL_OPERATIONS) == (0.99,) * 5
     assert module._ratios_of(shop, SMALL, TWO, EQUAL_SHARE) == (0.05, 0.1, 0.2, 0.3, 0.5)
+    monkeypatch.setattr(module, "errors", lambda *_: torch.ones(5, 2, 2))
     rows = list(module._staged(shop, SMALL, TWO, EQUAL_OPERATIONS))
     assert all(row.note.startswith("0.99 removed, and still more operations") for row in rows)
 
