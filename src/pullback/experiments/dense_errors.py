@@ -47,8 +47,8 @@ _PRODUCTS = 130  # of a Krylov space, where a Jacobian is too large to be formed
 
 COUNTS: dict[ScaleName, dict[str, int]] = {
     "tiny": {
-        "scenes": 16, "scenes to train": 20, "larger scenes to train": 12, "photos": 8, "photos to train": 16,
-        "larger photos to train": 16, "rooms": 8, "rooms to train": 16, "seeds": 3, "steps": 80, "batch": 16,
+        "scenes": 16, "scenes to train": 16, "larger scenes to train": 12, "photos": 8, "photos to train": 16,
+        "larger photos to train": 16, "rooms": 8, "rooms to train": 16, "seeds": 3, "steps": 60, "batch": 16,
         "width": 128, "cells": 3,
     },
     "small": {
