@@ -5,12 +5,14 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from pullback.errors import ModelError, PullbackError
+from pullback.evaluation.statistics import bootstrap_mean
 from pullback.experiments.experiment import Cell, Claim, Column, Experiment, Found, Measured, Place, Verdict, overall
-from pullback.experiments.run import run_experiments
+from pullback.experiments.run import repeatable, run_experiments
 from pullback.experiments.scales import SCALES, Scale, scale_of
 from pullback.experiments.workshop import HeadRecipe, Workshop
 from pullback.runs.progress import Progress
@@ -213,3 +215,26 @@ def test_pictures_of_a_role_are_the_same_in_parts(tmp_path: Path) -> None:
     five = shop.images("scenes", 5, model="tiny-scenes", size=28)
     assert torch.allclose(shop.images("scenes", 2, model="tiny-scenes", size=28, skip=3), five[3:], atol=1e-3)
     assert len(shop.labels("scenes", 5)) == 5
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 200, 401])
+def test_intervals_of_means_are_those_of_the_bootstrap(tmp_path: Path, count: int) -> None:
+    values = torch.rand(count, generator=torch.Generator().manual_seed(count), dtype=torch.float64) ** 3
+    found = Workshop(TOY, replace(TINY, seed=3), tmp_path, CPU, Progress()).mean(VALUES, values)
+    wanted = bootstrap_mean(values.numpy(), generator=np.random.default_rng(3))
+    assert found.value == pytest.approx(wanted.mean, abs=1e-12) and found.count == count
+    assert (found.low, found.high) == pytest.approx((wanted.low, wanted.high), abs=1e-12)
+
+
+def test_pictures_are_taken_in_larger_parts_on_a_gpu(tmp_path: Path) -> None:
+    shops = [Workshop(TOY, TINY, tmp_path, torch.device(name), Progress()) for name in ("cpu", "cuda")]
+    assert [shop.together(8) for shop in shops] == [8, 32]
+
+
+def test_a_gpu_repeats_what_is_computed_and_a_processor_is_left_as_it_is() -> None:
+    usual = (torch.backends.cuda.mem_efficient_sdp_enabled(), torch.backends.cudnn.deterministic)
+    with repeatable(CPU):
+        assert (torch.backends.cuda.mem_efficient_sdp_enabled(), torch.backends.cudnn.deterministic) == usual
+    with repeatable(torch.device("cuda")):
+        assert not torch.backends.cuda.mem_efficient_sdp_enabled() and torch.backends.cudnn.deterministic
+    assert (torch.backends.cuda.mem_efficient_sdp_enabled(), torch.backends.cudnn.deterministic) == usual

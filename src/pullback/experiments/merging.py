@@ -66,8 +66,8 @@ COUNTS: dict[ScaleName, dict[str, int]] = {
         "spn images": 96, "spn steps": 150, "spn batch": 4, "spn width": 128, "scene size": 112,
     },
     "small": {
-        "images": 200, "train": 1000, "early images": 64, "early train": 256, "seeds": 3, "steps": 960, "width": 256,
-        "spn images": 500, "spn steps": 1000, "spn batch": 8, "spn width": 256, "scene size": 112,
+        "images": 200, "train": 1000, "early images": 64, "early train": 256, "seeds": 3, "steps": 480, "width": 256,
+        "spn images": 500, "spn steps": 600, "spn batch": 8, "spn width": 256, "scene size": 112,
     },
     "paper": {
         "images": 200, "train": 2000, "early images": 200, "early train": 2000, "seeds": 3, "steps": 3000, "width": 256,
@@ -268,9 +268,9 @@ def _measure(shop: Workshop, setting: Setting, probe: ProbeMap, kind: str) -> di
     count = setting.count(shop, "images")
     pixels = shop.images(setting.data, count, model=setting.model, size=setting.size(shop))
     shop.progress.describe(f"{setting.table}: {count} pictures, d_task {'exact' if kind == 'exact' else 'predicted'}")
-    parts = []
-    for first in range(0, count, _AT_ONCE):
-        point = Point(probe, pixels[first : first + _AT_ONCE])
+    parts, step = [], shop.together(_AT_ONCE)
+    for first in range(0, count, step):
+        point = Point(probe, pixels[first : first + step])
         with torch.no_grad():
             predicted = None if network is None else metric_score(network).modes(point.tokens, point.context)
         modes = exact_modes(probe, RANK)(point.tokens, point.context) if kind == "exact" else predicted

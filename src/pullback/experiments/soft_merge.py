@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, cast
 
 import numpy as np
@@ -117,8 +118,15 @@ def counts_of(shop: Workshop) -> Mapping[str, int]:
 
 def known_of(shop: Workshop, block: Block) -> dict[str, Tensor]:
     """Return "importance" and "block-norm" [n, N] of the held-out pictures."""
-    parts = [_known(shop, block, first, part) for first, part in _parts(shop, block)]
-    return {name: torch.cat([part[name] for part in parts]) for name in ("importance", "block-norm")}
+    parts = held_out(shop, block)
+    return {name: torch.cat([known[name] for _, known in parts]) for name in ("importance", "block-norm")}
+
+
+@lru_cache(maxsize=2)
+def held_out(shop: Workshop, block: Block) -> list[tuple[Tensor, dict[str, Tensor]]]:
+    """Return the held-out pictures in parts, with what is known of each. Held, since reading modes for every head anew
+    takes longer than judging it."""
+    return [(part, _known(shop, block, first, part)) for first, part in _parts(shop, block)]
 
 
 def _known(shop: Workshop, block: Block, first: int, pixels: Tensor) -> dict[str, Tensor]:
@@ -128,7 +136,9 @@ def _known(shop: Workshop, block: Block, first: int, pixels: Tensor) -> dict[str
 
     def compute() -> dict[str, Tensor]:
         probe = block.probe(shop)
-        found = targets_of(probe, probe.features(pixels), seed=shop.seed + first, keep_modes=True, batch_size=_BATCH)
+        found = targets_of(
+            probe, probe.features(pixels), seed=shop.seed + first, keep_modes=True, batch_size=len(pixels)
+        )
         assert found.modes is not None
         scaled = LowRankMetric(found.modes, found.singular_values.square()).token_factors().transpose(1, 2)
         return {
@@ -152,7 +162,8 @@ def _tested_key(shop: Workshop, block: Block) -> dict[str, Any]:
 def _parts(shop: Workshop, block: Block) -> list[tuple[int, Tensor]]:
     """Return the held-out pictures in parts, each with the number of its first one."""
     pixels = shop.images(block.tested, block.tests(counts_of(shop)), model=block.model, size=block.size(shop))
-    return [(number * _BATCH, part) for number, part in enumerate(pixels.split(_BATCH))]
+    step = shop.together(_BATCH)
+    return [(number * step, part) for number, part in enumerate(pixels.split(step))]
 
 
 @torch.no_grad()
@@ -173,8 +184,7 @@ def judged_by(shop: Workshop, block: Block, recipe: HeadRecipe) -> dict[str, Ten
     def compute() -> dict[str, Tensor]:
         head, probe = shop.head(block.probe(shop), recipe), block.probe(shop)
         found: dict[str, list[Tensor]] = {"errors": [], "rho": [], "own": []}
-        for first, part in _parts(shop, block):
-            known = _known(shop, block, first, part)
+        for part, known in held_out(shop, block):
             scores = scores_of(head, probe, part)
             found["errors"].append(degradations(block.subject(shop), head, part, known["modes"], known["whole"]))
             found["rho"].append(spearman(scores, known["importance"].float()))

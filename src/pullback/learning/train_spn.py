@@ -335,7 +335,8 @@ class RandNLA:
     def __call__(
         self, metric: LowRankMetric, features: Tensor, streams: Streams, rows: Tensor | None = None
     ) -> Supervised:
-        operator = JacobianOperator(self.probe, features, precision=self.precision)
+        # recording a graph pays for products that come back, not for the few of one step
+        operator = JacobianOperator(self.probe, features, precision=self.precision, capture=False)
         rank = metric.modes.shape[1]
         found = power_iteration(
             operator, rank, power_iters=self.power_iters, sketch_width=self.sketch_width, streams=streams

@@ -152,11 +152,12 @@ def write_json(path: Path, document: Mapping[str, Any], *, durable: bool = False
     write_atomic(path, lambda file: file.write(f"{text}\n".encode()), durable=durable)
 
 
-def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+def write_arrays(path: Path, arrays: Mapping[str, np.ndarray], *, compressed: bool = True) -> None:
     import numpy as np
 
     packed = io.BytesIO()  # an archive that cannot be written to its end complains once more when it is forgotten
-    np.savez_compressed(packed, **arrays)  # type: ignore[arg-type]
+    save = np.savez_compressed if compressed else np.savez
+    save(packed, **arrays)  # type: ignore[arg-type]
     write_bytes(path, packed.getvalue())
 
 
