@@ -155,6 +155,20 @@ def test_block_norms_are_judged_by_rho_errors_and_spread() -> None:
     assert lower(rows(*own(DPT_S, 0.7, 0.5), *own(SCENES_DEPTH, 0.7, 0.7))).word == "holds partly"
     assert lower(rows()).word == "not at this scale"
 
+    assert lower(rows(*own(DPT_S, 0.7, 0.5))).word == "holds partly", "the order alone"
+
+    def rhos(dense: float, token: float, of=(DPT, CLS)) -> list[tuple]:
+        known = zip(of, (dense, token), strict=True)
+        return [(TARGET, row_of(block, IMP.name), RHO, rho, rho - 0.02, rho + 0.02) for block, rho in known]
+
+    weak = judge("almost perfectly")
+    assert weak(rows(*rhos(0.2, 0.998))).word == "holds"
+    assert weak(rows(*rhos(0.98, 0.99))).word == "does not hold"
+    both = [*rhos(0.5, 0.9, (DPT_S, CLS)), *rhos(0.7, 0.7, (SCENES_DEPTH, SCENES_CLS))]
+    assert weak(rows(*both)).word == "holds", "the paper's class token, and scenes not beside photographs"
+    assert weak(rows(*rhos(0.7, 0.7, (SCENES_DEPTH, SCENES_CLS)))).word == "does not hold"
+    assert weak(rows(*rhos(0.7, 0.7)[:1])).word == "not at this scale"
+
     essential = judge("essential")
     assert essential(rows(changed(TARGET, DPT, NORMS, 0.3, 0.1, 0.5))).word == "holds"
     assert essential(rows(changed(TARGET, DPT, NORMS, 0.0, -0.1, 0.1))).word == "does not hold"
@@ -188,12 +202,19 @@ def test_two_heads_must_be_better_at_each_ratio_but_the_first() -> None:
 
 def test_training_sets_are_judged_by_the_largest() -> None:
     def word(*change: float) -> str:
-        sets = [changed(OF_CLS, CLS, "n = 500", 0.3, 0.2, 0.4), changed(OF_CLS, CLS, "n = 4000", *change)]
-        return judge("saturates")(rows(*sets)).word
+        return of_sets((500, 2000, 4000), *change)
 
+    def of_sets(sizes: tuple[int, ...], *change: float) -> str:
+        known = [changed(OF_CLS, CLS, f"n = {size}", 0.3, 0.2, 0.4) for size in sizes[:-1]]
+        return judge("saturates")(rows(*known, changed(OF_CLS, CLS, f"n = {sizes[-1]}", *change))).word
+
+    better = (-0.3, -0.4, -0.2)
     assert word(0.02, -0.05, 0.1) == word(-0.03, -0.04, -0.02) == "holds"
-    assert word(-0.3, -0.4, -0.2) == "does not hold"
+    assert word(*better) == "does not hold"
     assert word(-0.3, -0.9, 0.2) == judge("saturates")(rows()).word == "not at this scale"
+    assert of_sets((500, 1000, 1700), 0.02, -0.05, 0.1) == "holds"
+    assert of_sets((500, 1000, 1700), *better) == "not at this scale", "no gain beyond 2,000"
+    assert of_sets((32, 64, 128), 0.02, -0.05, 0.1) == "not at this scale", "too few to speak of"
 
     def trend(*values: float, width: float = 0.02) -> str:
         sets = zip((500, 1000, 2000, 4000), values, strict=True)
@@ -206,6 +227,8 @@ def test_training_sets_are_judged_by_the_largest() -> None:
     assert trend(0.1, -0.1, 0.0, 0.1) == trend(0.03, 0.02, 0.01, 0.0) == "holds"
     assert trend(0.3, 0.2, 0.1, 0.0) == trend(0.0, 0.1, 0.2, 0.3) == "does not hold"
     assert trend(0.3, 0.2, 0.1, 0.0, width=0.4) == "not at this scale"
+    few = [changed(OF_DENSE, SCENES_DEPTH, f"n = {n}", 0.0, -0.1, 0.1) for n in (2, 4, 8, 16)]
+    assert judge("no consistent trend")(rows(*few)).word == "not at this scale"
     assert judge("no consistent trend")(rows()).word == "not at this scale"
 
 

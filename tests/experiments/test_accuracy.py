@@ -236,6 +236,8 @@ def test_methods_are_separated_where_a_rule_differs_from_importance() -> None:
     assert verdict(claim, seen, compared(SCENES, 0.001, "chosen"))[0] == "does not hold"
     early = shares(EARLY, 0.7, 0.7), compared(EARLY, 0.001, "chosen")
     word, why = verdict(claim, seen, compared(SCENES, 0.3, "chosen"), *early)
+    theirs = shares(PHOTOS, 0.7, 0.7), compared(PHOTOS, 0.3, "chosen")
+    assert verdict(claim, seen, *early, *theirs)[0] == "holds", "the paper's pictures decide alone"
     assert word == "holds partly" and EARLY.table in why and "“Random, dropped” p 0.001 at 0.20" in why
 
 

@@ -198,6 +198,14 @@ def test_what_so_few_pictures_could_never_show_is_not_held_against_the_claim() -
     assert paired(DINOV2, below, PAPERS_P, 600)[0] == "not at this scale", "the claim is about CLIP"
 
 
+def test_the_footnote_counts_the_pairs_that_the_papers_p_needs() -> None:
+    (note,) = WILCOXON.footnotes
+    said = note(finished({(TINY.table, "0.05", DELTA): -0.1})) or ""
+    assert 2.0 ** (1 - 316) <= 1.5e-95 < 2.0 ** (1 - 315)
+    assert "1.5e-95 needs at least 316 pairs" in said and "none is below 1.2e-60" in said
+    assert note(finished({})) is None
+
+
 # The paper's numbers
 
 BASELINES = """

@@ -227,6 +227,19 @@ def test_stability_is_held_against_the_truth(truth: Known, lost: Known, word: st
     assert judged(CONVERGENCE, of({}), "Raising q")[0] == "not at this scale"
 
 
+@pytest.mark.parametrize(
+    ("lost", "at_two", "word"),
+    [(0.002, 0.05, "holds"), ((0.04, 0.03, 0.05), (0.04, 0.03, 0.05), "holds partly"), (0.5, 0.5, "does not hold")],
+)
+def test_the_ratio_reaches_kappa_within_the_misalignment(lost: Known, at_two: Known, word: str) -> None:
+    found = of({}, choices={CLS[1]: (9, 0.05, 200, lost, 0.2, at_two)})
+    said, why = judged(CONVERGENCE, found, "With the subspace")
+    assert said == word and why.startswith(f"{CLS[1]}: κ lost, q = 2 ")
+    theirs = of({}, choices={CLS[1]: (9, 0.05, 200, 0.5, 0.2, 0.5), "CLIP CLS, L10": (9, 0.05, 200, 0.002, 0.2, 0.05)})
+    verdict = judged(CONVERGENCE, theirs, "With the subspace")
+    assert verdict[0] == "holds" and CLS[1] not in verdict[1], "the paper's own models decide alone"
+
+
 def test_footnotes_say_how_q_is_counted_and_which_rate_is_sharp() -> None:
     counted, sharper = CONVERGENCE.footnotes
     found = of({CLS[0]: FLAT}, {CLS[0]: (0.95, 0.9, 0.81, 0.85, 1e7, 1e6)})

@@ -16,6 +16,8 @@ from pullback.experiments.delocalization import (
     DRAWN,
     FACTORED,
     FACTORED_COLUMNS,
+    FIRST,
+    FIRST_DRAWN,
     LOW_RANK,
     MUST,
     NULL,
@@ -130,6 +132,10 @@ def test_the_numbers_of_a_row_are_those_of_the_dense_metric() -> None:
     assert found[ZETA] == pytest.approx(float(zeta.mean()), rel=1e-5)
     rayleigh = (modes @ metric * modes).sum(1) / (metric.trace() / (tokens * width))
     assert found[WHOLE] == pytest.approx(float(rayleigh.mean()), rel=1e-5)
+    assert found[FIRST] == pytest.approx(float(rayleigh[0]), rel=1e-5)
+    flat = random.flatten(1)
+    by_chance = ((flat @ metric * flat).sum(1) / (metric.trace() / (tokens * width))).mean()
+    assert found[FIRST_DRAWN] == pytest.approx(float(by_chance), rel=1e-5)
     rest = values.flip(0)[RANK:].square().sum() / values.square().sum()
     assert found[LOW_RANK] == pytest.approx(float(rest), abs=1e-9)
     assert found[MUST] <= found[SCORES] and found[SCORES] > found[SHARED] > found[OWN] > 0
@@ -184,6 +190,14 @@ def test_depth_is_beyond_scores_by_the_theorem_and_by_measurement() -> None:
     assert verdict(beginning, {DEPTH: 0.6}, {DEPTH: {MUST: 0.1, SCORES: 0.99}}) == "holds partly"
     assert verdict(beginning, {DEPTH: 0.6}, {DEPTH: {MUST: 0.1, SCORES: (0.6, 0.4, 0.8)}}) == "does not hold"
     assert verdict(beginning, {CLS[0]: 0.6}, {CLS[0]: {MUST: 0.9}}) == "not at this scale"
+
+
+def test_the_signal_is_that_of_the_first_direction_and_one_by_chance() -> None:
+    beginning, usual = "The gradient signal ratio", {FIRST: 900.0, WHOLE: 600.0, FIRST_DRAWN: (1.0, 0.8, 1.2)}
+    assert verdict(beginning, {DEPTH: 0.6}, {DEPTH: usual}) == "holds"
+    assert verdict(beginning, {DEPTH: 0.6}, {DEPTH: {**usual, FIRST_DRAWN: 3.0}}) == "holds partly"
+    assert verdict(beginning, {DEPTH: 0.6}, {DEPTH: {**usual, FIRST: 500.0, FIRST_DRAWN: 3.0}}) == "does not hold"
+    assert verdict(beginning, {DEPTH: 0.6}) == "not at this scale"
 
 
 def test_the_order_of_cvs_is_compared_with_that_of_losses() -> None:

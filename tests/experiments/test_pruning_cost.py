@@ -248,6 +248,25 @@ def test_a_score_is_cheaper_by_operations_and_by_time() -> None:
     assert judged(judge, shares(SHAPES, 224, (4,), {TOME_SCORE: 0.01}), clock(3.0)).word == "does not hold"
 
 
+def test_a_head_is_small_by_parameters_operations_and_time() -> None:
+    judge = claims.small_head
+
+    def known(parameters: float, share: float = 0.004, clock: float = 2.0) -> list[dict]:
+        name = time_row(DA, 224, 1, (4,), 0.20)
+        return [
+            *shares(SHAPES, 224, (4,), {HEAD: share}),
+            row(SCORES, score_row(SHAPES, 224), claims.PARAMETERS, parameters),
+            row(DENSE_TIMES, name, claims.UNPRUNED, 100.0, 1.0),
+            row(SCORES, f"{score_row(DA, 224)}, batch 1", HEAD_TIME, clock, 0.1),
+        ]  # fmt: skip
+
+    assert judged(judge).word == "not at this scale"
+    verdict = judged(judge, known(313_409))
+    assert verdict.word == "holds" and "313,409 parameters" in verdict.why and "(2.0%)" in verdict.why
+    assert judged(judge, known(313_409, clock=9.0)).word == "holds partly"
+    assert judged(judge, known(600_000, 0.1, 9.0)).word == "does not hold"
+
+
 # A run
 
 
@@ -277,7 +296,7 @@ def test_what_is_counted_is_the_same_twice_and_times_lie_apart(tmp_path: Path, m
              and one["column"] == claims.UNPRUNED}  # fmt: skip
     assert len(whole) == 1  # all of a cell are timed against the same
     words = [claim["word"] for claim in document["claims"]]
-    assert words[:3] == ["holds partly"] * 3 and len(words) == 10
+    assert words[:3] == ["holds partly"] * 3 and len(words) == 11
     assert len(document["footnotes"]) == 2  # no class token without weights here
     assert "12.1%" in document["footnotes"][0] and "10.0%" in document["footnotes"][0]
 

@@ -216,7 +216,7 @@ def test_a_training_that_was_stopped_goes_on_to_the_same_bytes(cut, out, tmp_pat
 
 # Verdicts
 
-BEST, TIMES = "In distribution the learned", "That is 3.5 times"
+BEST, TIMES = "In distribution the learned", "DRM has 3.5 times"
 DROPS, ACROSS, NARROWS = "MAE drops", "Across data", "The gap narrows"
 
 

@@ -206,6 +206,19 @@ def test_four_regimes_hold_partly_where_one_is_missing() -> None:
     assert word == "holds partly" and why.endswith("no row is in (iv).") and "(iii) DINOv2 CLS, L10" in why
 
 
+def test_a_regime_of_ours_does_not_stand_in_where_all_of_the_papers_rows_are_there() -> None:
+    camera = (1.0, 1.2, 0.0255, 60.0, 9, RICH)
+    own = {**PAPERS, "VGGT camera, L16": camera, "tiny-views camera, L04": (1.0, 1.3, 0.06, 4.1, 4, BOUNDED)}
+    assert judged(TAXONOMY, named(REGIMES, own), "The rows")[0] == "holds partly"
+
+
+def test_regimes_are_judged_by_intervals() -> None:
+    vague = {"tiny-scenes CLS, L10": ((0.4, 0.3, 0.6), (2.0, 0.5, 4.0), 0.05, 149, 138, POINTED)}
+    assert judged(TAXONOMY, named(REGIMES, vague), "(iii)")[0] == "does not hold"
+    vague = {"tiny-scenes depth 8×8, L02": ((0.95, 0.8, 0.99), (0.06, 0.05, 0.2), 0.05, 4, 3, SPREAD)}
+    assert judged(TAXONOMY, named(REGIMES, vague), "(ii)")[0] == "does not hold"
+
+
 @pytest.mark.parametrize(
     ("beginning", "values", "word"),
     [

@@ -197,7 +197,8 @@ def _embed(own: Census, shop: Workshop, read: Callable[[], Tensor], first: int) 
     network = None if setting.early else metric_score(spn_of(shop, setting))
     shop.progress.describe(f"{own.table}: pictures from {first} on")
     found = []
-    for number, images in enumerate(read().split(10)):
+    step = shop.together(10)
+    for number, images in enumerate(read().split(step)):
         point = Point(probe_of(shop, setting), images)
         with torch.no_grad():
             importance = head(point.tokens)
@@ -205,7 +206,7 @@ def _embed(own: Census, shop: Workshop, read: Callable[[], Tensor], first: int) 
             chosen = {
                 "Importance": importance,
                 "ToMe score": point.scored(SELECTIONS["ToMe score"]),
-                "Random": drawn(shop, 0, first + 10 * number, *point.tokens.shape[:2]),
+                "Random": drawn(shop, 0, first + step * number, *point.tokens.shape[:2]),
             }
         outputs = [point.full]
         for rule, column in _grid(own, own.rules):
@@ -266,7 +267,7 @@ def _cannot_separate(found: Found) -> Verdict:
         return Verdict("not at this scale", _NOTHING)
     parts, why = _told(found, own, own.tables()["chosen"], own.rules[1:3], "against importance")
     early = CENSUSES[2]
-    if early is not own and found.value(early.tables()["one"], UNPRUNED, WHOLE) is not None:
+    if own.setting is TINY and found.value(early.tables()["one"], UNPRUNED, WHOLE) is not None:
         beside, more = _told(found, early, early.tables()["chosen"], early.rules[1:3], "against importance")
         parts, why = parts | beside, f"{why} {more}"
     return overall(parts, why)

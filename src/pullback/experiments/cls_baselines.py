@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
@@ -250,6 +251,22 @@ def _all_significant(found: Found) -> Verdict:
     return overall(parts, " ".join(why) or _NOTHING)
 
 
+_HELD_OUT = 200
+"""Pictures on which the paper judges its heads."""
+
+
+def _counted_often(found: Found) -> str | None:
+    if not found.rows(CLIP.table) and not found.rows(TINY.table):
+        return None
+    smallest = min(p for _, p in _PAPER_TESTS)
+    needed = math.ceil(1 - math.log2(smallest))  # n pairs that all agree have an exact p of 2^(1 - n)
+    return (
+        f"A p of {smallest:.1e} needs at least {needed} pairs, even if all of them agree; of {_HELD_OUT} pictures, the "
+        f"paper's held-out set, none is below {2.0 ** (1 - _HELD_OUT):.1e}. So its pairs are pictures times seeds, or "
+        "more pictures than it names. Here each picture counts once."
+    )
+
+
 WILCOXON = Experiment(
     name="clip-wilcoxon",
     title="Importance against ToMe's score, picture by picture",
@@ -273,4 +290,5 @@ WILCOXON = Experiment(
             _all_significant,
         ),
     ),
+    footnotes=(_counted_often,),
 )

@@ -213,15 +213,19 @@ def _times(
 
 
 def _clip_at_half(found: Found) -> Verdict:
-    random, tome, own = (found.value(CLIP.table, rule, "0.50") for rule in _THREE)
-    before = found.value(CLIP.table, "ToMe score", "0.40")
+    random, tome, own = (found.row(CLIP.table, rule, "0.50") for rule in _THREE)
+    before = found.row(CLIP.table, "ToMe score", "0.40")
     if random is None or tome is None or own is None or before is None:
         return Verdict("not at this scale", "The claim is about CLIP, which was not measured.")
-    parts = {"sharp": tome > 3 * before, "near random": tome > 0.8 * random, "44 times": tome > 44 * own}
+    parts = {
+        "sharp": tome["low"] > 3 * before["high"],
+        "near random": tome["high"] > 0.8 * random["low"],
+        "44 times": round(tome["high"] / max(own["low"], 1e-12)) >= 44,  # within reach of both intervals
+    }
     times = said(factor(found, CLIP.table, "Importance", "ToMe score", "0.50"))
     why = (
-        f"CLIP at 0.50: random {said(random)}, ToMe's score {said(tome)} (at 0.40 {said(before)}), importance "
-        f"{said(own)}, {times}× less than ToMe's score."
+        f"CLIP at 0.50: random {said(random['value'])}, ToMe's score {said(tome['value'])} (at 0.40 "
+        f"{said(before['value'])}), importance {said(own['value'])}, {times}× less than ToMe's score."
     )
     return together(parts, why)
 
@@ -233,7 +237,8 @@ def _gap_closes(found: Found) -> Verdict:
         own, other = (rule_in(found, table, rule) for rule in ("Importance", "ToMe score"))
         first, last = (factor(found, table, own, other, column) for column in (COLUMNS[0], "0.50"))
         ahead = leads(found, table, "ToMe score", "0.50")
-        parts[table] = None if last is None else not ahead or last < 1.25
+        there = leads(found, table, "ToMe score", COLUMNS[0])  # without a gap none can close
+        parts[table] = None if last is None or there is None else there and (not ahead or last < 1.25)
         told = "beyond" if ahead else "within"
         why.append(f"{table}: {said(first)}× at {COLUMNS[0]}, {said(last)}× at 0.50, a lead {told} the noise.")
     return together(parts, " ".join(why) or "No shifted pictures were measured.")
@@ -331,7 +336,7 @@ _CLAIMS = (
         partial(_lowest, ("ToMe score", "Random"), [DINOV2], [TINY, TINY_EARLY]),
     ),
     Claim(
-        "At low ratios (0.05 to 0.20) it is more than an order of magnitude below ToMe's score.",
+        "At low ratios (0.05 to 0.20) importance is more than an order of magnitude below ToMe's score.",
         "sec:pruning_results",
         partial(_times, _LOW, 10.0, [DINOV2], [TINY, TINY_EARLY]),
     ),

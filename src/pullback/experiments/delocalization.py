@@ -79,10 +79,12 @@ ROUNDS = {"q = 0": 0, "q = 1": 1, "q = 2": 2}
 CONVERGED, DRAWN, NULL = "converged", "random directions", "1/√(2D)"
 SPREAD_COLUMNS = (*ROUNDS, CONVERGED, DRAWN, NULL)
 ZETA, ZETA_DRAWN, DEVIATION, SIGNAL, WHOLE = "ζ", "ζ, random", "deviation / ζ", "signal of scores", "signal of J"
+FIRST, FIRST_DRAWN = "signal of J, first", "signal of J, random"
+"""The paper's gradient signal ratio, sigma_1^2 N D / |J|_F^2, and that of directions drawn at random."""
 MUST, SCORES, SHARED, OWN, LOW_RANK = (
     "must lose", "scores lose", "scores × one D×D lose", "D×D per token lose", "rank 20 loses",
 )  # fmt: skip
-FACTORED_COLUMNS = (ZETA, ZETA_DRAWN, DEVIATION, SIGNAL, WHOLE, MUST, SCORES, SHARED, OWN, LOW_RANK)
+FACTORED_COLUMNS = (ZETA, ZETA_DRAWN, DEVIATION, SIGNAL, WHOLE, FIRST, FIRST_DRAWN, MUST, SCORES, SHARED, OWN, LOW_RANK)
 
 
 def can_be_formed(subject: Subject) -> bool:
@@ -139,6 +141,10 @@ def factored(matrix: Tensor, tokens: int, random: Tensor) -> dict[str, Tensor]:
         DEVIATION: ((ratios - 1).abs() / zeta[:rank]).amax(),
         SIGNAL: ratios.mean(),
         WHOLE: true.mean(),
+        FIRST: true[0],
+        FIRST_DRAWN: (matrix @ random.flatten(1).to(matrix).T).double().square().sum(0).mean()
+        * matrix.shape[1]
+        / energies.sum(),
         MUST: least_loss(energies, zeta, matrix.shape[1]),
         LOW_RANK: 1 - energies[:rank].square().sum() / energies.square().sum(),
         **losses(matrix, tokens),
@@ -232,8 +238,7 @@ def is_spread(found: Found) -> Verdict:
     for row in rows:
         null = found.columns(SPREAD, row)[NULL]
         parts[row] = high(found, SPREAD, row, CONVERGED) <= THRESHOLDS.null_factor * null
-    columns = {CONVERGED: "{:.3g}", NULL: "{:.2g}"}
-    return overall(parts, told(found, SPREAD, rows, columns, "This scale has no depth decoder."))
+    return overall(parts, cvs_told(found, rows, "This scale has no depth decoder."))
 
 
 def is_concentrated(found: Found) -> Verdict:
@@ -241,8 +246,14 @@ def is_concentrated(found: Found) -> Verdict:
     parts: dict[str, bool | None] = {
         row: low(found, SPREAD, row, CONVERGED) >= THRESHOLDS.concentrated_cv for row in rows
     }
-    columns = {CONVERGED: "{:.3g}", NULL: "{:.2g}"}
-    return overall(parts, told(found, SPREAD, rows, columns, "This scale has no class token."))
+    return overall(parts, cvs_told(found, rows, "This scale has no class token."))
+
+
+def cvs_told(found: Found, rows: Sequence[str], otherwise: str) -> str:
+    """Say the CV of converged modes of these rows, and that of chance."""
+    values = {row: found.columns(SPREAD, row) for row in rows}
+    said = [f"{row}: CV {own[CONVERGED]:.3g}, of random directions {own[NULL]:.2g}" for row, own in values.items()]
+    return "; ".join(said) or otherwise
 
 
 def within_zeta(found: Found) -> Verdict:
@@ -262,6 +273,20 @@ def little_signal(found: Found) -> Verdict:
         parts[f"{row}, measured"] = low(found, FACTORED, row, SCORES) > 0.5
     columns = {ZETA: "{:.2g}", MUST: "{:.1%}", SCORES: "{:.2%}", SIGNAL: "{:.3g}", WHOLE: "{:.3g}"}
     return overall(parts, told(found, FACTORED, rows, columns, NO_DEPTH))
+
+
+def converged_signal(found: Found) -> Verdict:
+    """Judge the corollary: the first direction has at least the mean signal of the leading ones, kappa N D / r, and
+    random directions have about 1."""
+    rows = rows_of(found, FACTORED, (*DA_CELLS, POINTS, CLS_L02, CLS_L10), (*OUR_DENSE, *OUR_CLS))
+    parts: dict[str, bool | None] = {}
+    for row in rows:
+        values = found.columns(FACTORED, row)
+        parts[f"{row}, converged"] = values[FIRST] >= values[WHOLE]
+        near = low(found, FACTORED, row, FIRST_DRAWN) <= 1.1 and high(found, FACTORED, row, FIRST_DRAWN) >= 0.9
+        parts[f"{row}, random"] = near
+    columns = {FIRST: "{:.3g}", WHOLE: "{:.3g}", FIRST_DRAWN: "{:.2g}"}
+    return overall(parts, told(found, FACTORED, rows, columns, "This scale has no Jacobian that can be formed."))
 
 
 def cv_predicts(found: Found) -> Verdict:
@@ -336,7 +361,8 @@ DELOCALIZATION = Experiment(
     "|JᵀJ|².",
     columns=(
         *(Column(name) for name in SPREAD_COLUMNS), Column(ZETA), Column(ZETA_DRAWN), Column(DEVIATION), Column(SIGNAL),
-        Column(WHOLE), *(Column(name, percent=True) for name in (MUST, SCORES, SHARED, OWN, LOW_RANK)),
+        Column(WHOLE), Column(FIRST), Column(FIRST_DRAWN),
+        *(Column(name, percent=True) for name in (MUST, SCORES, SHARED, OWN, LOW_RANK)),
     ),
     cells=cells,
     counts=COUNTS,
@@ -362,6 +388,10 @@ DELOCALIZATION = Experiment(
             "The CV predicts whether a metric per token will do: with a higher CV it does better.", "eq:cv", cv_predicts
         ),
         Claim("Depth needs attention across tokens to represent its metric.", "sec:spn", needs_crossing),
+        Claim(
+            "The gradient signal ratio is at least κ·ND/r at convergence, and about 1 for a random sketch.", "cor:gsr",
+            converged_signal,
+        ),
     ),
     footnotes=(never_multiplied, identity_within_tokens),
 )  # fmt: skip

@@ -224,6 +224,7 @@ def overall(parts: Mapping[str, bool | None], why: str) -> Verdict:
     """Return "holds" if all parts hold, "does not hold" if none does, "holds partly" between, "not at this scale" if
     none could be looked at (None)."""
     seen = [held for held in parts.values() if held is not None]
+    why = why if why.endswith((".", "!", "?")) else f"{why}."
     if not seen:
         return Verdict("not at this scale", why)
     return Verdict("holds" if all(seen) else "holds partly" if any(seen) else "does not hold", why)

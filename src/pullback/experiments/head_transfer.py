@@ -162,7 +162,7 @@ def _lost(found: Found, others: str) -> Verdict:
                 f"{family.title}: ρ {mean[1]:.2f} in place of {mean[0]:.2f} of the place's own heads; worse beyond the "
                 f"intervals in {worse} of {len(pairs)} cases"
             )
-    return overall(parts, "; ".join(said) + ".")
+    return overall(parts, "; ".join(said) or "No head was tried elsewhere.")
 
 
 HEAD_TRANSFER = Experiment(

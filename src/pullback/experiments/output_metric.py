@@ -17,7 +17,7 @@ from pullback.data.images import find_images
 from pullback.experiments.camera_metric import compare_metrics
 from pullback.experiments.experiment import Cell, Claim, Column, Experiment, Found, Measured, Place, Verdict, overall
 from pullback.experiments.scales import Scale, ScaleName
-from pullback.experiments.subjects import RANK, VIEWS, constant, places, told
+from pullback.experiments.subjects import RANK, VIEWS, constant, low, places, told
 from pullback.experiments.workshop import Workshop
 from pullback.vggt.camera_metric import FREE, POSE, CameraMetric
 from pullback.vggt.views import find_scenes
@@ -110,7 +110,7 @@ def same_tractability(found: Found) -> Verdict:
     rows = rows_of(found, KAPPA, KAPPA_SO3, LOW, LOW_SO3)
     for row in rows:
         values = found.columns(TABLE, row)
-        parts[f"{row}, κ(20)"] = min(values[KAPPA], values[KAPPA_SO3]) >= 0.985
+        parts[f"{row}, κ(20)"] = min(low(found, TABLE, row, name) for name in (KAPPA, KAPPA_SO3)) >= 0.985
         parts[f"{row}, κ(4)"] = abs(values[LOW] - values[LOW_SO3]) <= 0.02
     columns = dict.fromkeys((KAPPA, KAPPA_SO3, LOW, LOW_SO3), "{:.1%}")
     columns |= dict.fromkeys((R_EFF, R_EFF_SO3), "{:.3g}")
@@ -119,7 +119,7 @@ def same_tractability(found: Found) -> Verdict:
 
 def same_ranking(found: Found) -> Verdict:
     rows = rows_of(found, RHO)
-    parts: dict[str, bool | None] = {row: found.columns(TABLE, row)[RHO] >= 0.98 for row in rows}
+    parts: dict[str, bool | None] = {row: low(found, TABLE, row, RHO) >= 0.98 for row in rows}
     columns = {RHO: "{:.3f}", RHO_PATCHES: "{:.3f}"}
     return overall(parts, told(found, TABLE, rows, columns, NO_CAMERA))
 

@@ -404,7 +404,7 @@ def cheaper_than_all(found: Found) -> Verdict:
         values = found.columns(MAP, row)
         parts[row] = values[PRODUCTS] < values[ALL_PRODUCTS]
     columns = {PRODUCTS: "{:.0f}", ALL_PRODUCTS: "{:.0f}"}
-    return overall(parts, told(found, MAP, rows, columns, "no probe map was measured"))
+    return overall(parts, told(found, MAP, rows, columns, "No probe map was measured."))
 
 
 def decays_rapidly(found: Found) -> Verdict:
@@ -415,7 +415,7 @@ def decays_rapidly(found: Found) -> Verdict:
         known = found.row(MAP, row, K20)
         assert known is not None
         parts[row] = bool(known["low"] > 0.5)
-    return overall(parts, told(found, MAP, rows, {K20: "{:.1%}", R90: "{:.3g}"}, "no probe map was measured"))
+    return overall(parts, told(found, MAP, rows, {K20: "{:.1%}", R90: "{:.3g}"}, "No probe map was measured."))
 
 
 def nearer_to_the_task(found: Found) -> Verdict:
@@ -434,7 +434,7 @@ def nearer_to_the_task(found: Found) -> Verdict:
                 f"({less['value']:+.2g} [{less['low']:+.2g}, {less['high']:+.2g}])"
             )
     told = f"Moved to its nearest token by d_task and by cosine, a token changes the output: {'; '.join(why)}."
-    return overall(parts, told if why else "no pictures were measured")
+    return overall(parts, told if why else "No pictures were measured.")
 
 
 def few_outputs(found: Found) -> str | None:
@@ -474,6 +474,8 @@ OVERVIEW = Experiment(
     paper={
         **{Place(MAP, own.row, TOKENS): 257 for own in (CLS_L10, DA_L02)},
         **{Place(MAP, own.row, WIDTH): 768 for own in (CLS_L10, DA_L02)},
+        **{Place(MAP, own.row, ENTRIES): "≈ 4 × 10¹⁰" for own in (CLS_L10, DA_L02)},
+        **{Place(MAP, own.row, PRODUCTS): "≈ 140 pairs" for own in (CLS_L10, DA_L02)},
         Place(MAP, CLS_L10.row, OUTPUTS): 768,
         Place(MAP, DA_L02.row, OUTPUTS): "≈ 50,000",
         Place(MAP, CAMERA.row, OUTPUTS): 9,

@@ -58,6 +58,7 @@ from pullback.experiments.spn_training import (
     above,
     below,
     interval,
+    learned,
     negated,
     network_of,
     reaches_ceiling,
@@ -83,6 +84,8 @@ SETTINGS = (DINOV2, TINY)
 
 MAP, OWN = "Best constant map", f"{QUICK.row}: its importance"
 FROM_EXACT, FROM_NETWORK = "Head on imp*", "Head on the network's importance"
+_ROUND_OFF = 1e-3
+"""Of a share of float32 modes."""
 HEADS = (MAP, OWN, FROM_EXACT, FROM_NETWORK)
 LESS, SIZE = "ρ less that on imp*", "parameters"
 
@@ -93,7 +96,7 @@ COUNTS: dict[ScaleName, dict[str, int]] = {
     },
     "small": {
         **MERGING_COUNTS["small"],
-        "spn steps": 600, "spn batch": 16, "spn seeds": 1, "constant pictures": 500,
+        "spn steps": 400, "spn batch": 16, "spn seeds": 1, "constant pictures": 500,
     },
     "paper": {
         **MERGING_COUNTS["paper"],
@@ -287,15 +290,31 @@ def _saturates(found: Found) -> Verdict:
     table = _decides(found)
     if table is None:
         return _NOTHING
-    parts = {
+    parts: dict[str, bool | None] = {
         f"no more than {NOISE} to gain": below(found, table, TWO_ROUNDS.row, BASE, NOISE),
         "nothing to gain": negated(above(found, table, TWO_ROUNDS.row, BASE)),
     }
+    if learned(found, table, QUICK) is False:  # there is nothing to saturate
+        parts = {name: None if held is None else False for name, held in parts.items()}
     return overall(
         parts,
         f"{table}, V₁ with q = 2 less q = 1: {said(found, table, TWO_ROUNDS.row, BASE, True)}. Another draw of the "
         f"sketches of q = 1 (r₀ = 40) changes V₁ by {said(found, table, WIDER.row, BASE, True)}.",
     )
+
+
+def _no_more_than_kappa(found: Found) -> Verdict:
+    """Judge whether the subspace of no variant holds more than the leading directions do."""
+    table = _decides(found)
+    if table is None:
+        return _NOTHING
+    known = {own.row: interval(found, table, own.row, SHARE) for own in VARIANTS}
+    parts = {row: None if share is None else share[2] <= 1 + _ROUND_OFF for row, share in known.items()}
+    best = max((share[0], row) for row, share in known.items() if share is not None) if any(known.values()) else None
+    told = "No network was measured." if best is None else (
+        f"{table}: of κ(20), the ceiling, the best subspace (“{best[1]}”) holds {best[0]:.1%}."
+    )  # fmt: skip
+    return overall(parts, told)
 
 
 def _oversampling(found: Found) -> Verdict:
@@ -452,8 +471,17 @@ SPN = Experiment(
             "sec:empirical_validation",
             _ceiling,
         ),
-        Claim("It saturates at q = 1.", "sec:vae_extension", _saturates),
+        Claim(
+            "The SPN saturates at q = 1: further rounds of power iteration bring nothing (there behind a VAE).",
+            "sec:vae_extension",
+            _saturates,
+        ),
         Claim("Oversampling the sketch, r₀ > r, gives better targets.", "thm:convergence_formal", _oversampling),
+        Claim(
+            "κ_cap(r) is the ceiling: no restriction to r dimensions retains more of the sensitivity.",
+            "inthm:rank_r",
+            _no_more_than_kappa,
+        ),
         Claim(
             "In practice a single network shared across images does not fit every image exactly.",
             "sec:randnla_training",

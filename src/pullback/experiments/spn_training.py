@@ -304,17 +304,25 @@ def said(found: Found, table: str, row: str, column: str, signed: bool = False) 
     return f"{value} ({low} to {high})"
 
 
+def learned(found: Found, table: str, variant: Variant) -> bool | None:
+    """Whether a network is ahead of an untrained one by more than what is as good as nothing."""
+    random = interval(found, table, UNTRAINED.row, V1)
+    return None if random is None else above(found, table, variant.row, V1, random[2] + NOISE)
+
+
 def negated(held: bool | None) -> bool | None:
     """Return the opposite of what is known."""
     return None if held is None else not held
 
 
 def reaches_ceiling(found: Found, table: str) -> Verdict:
-    """Judge whether the cheapest sketches teach as well as exact modes."""
-    parts = {
+    """Judge whether the cheapest sketches teach as well as exact modes: what teaches nothing is no ceiling."""
+    parts: dict[str, bool | None] = {
         f"within {NOISE}": above(found, table, QUICK.row, GAP, -NOISE),
         "not measurably behind": negated(below(found, table, QUICK.row, GAP)),
     }
+    if learned(found, table, SPECTRAL) is False:
+        parts = {name: None if held is None else False for name, held in parts.items()}
     return overall(
         parts,
         f"{table}: V₁ with q = 1 {said(found, table, QUICK.row, V1)}, with exact modes "

@@ -250,12 +250,11 @@ def deciding_rows(
 ) -> list[str]:
     """Return the names of the rows that decide a claim about several tables, as `deciding` does; ``wanted``: by table
     the columns that a row must have."""
-    complete = [
-        own
-        for own in (*papers, *ours)
-        if all(found.value(table, own.row, column) is not None for table in wanted for column in wanted[table])
-    ]
-    return [own.row for own in complete if own in papers] or [own.row for own in complete]
+
+    def complete(own: Subject) -> bool:
+        return all(found.value(table, own.row, column) is not None for table in wanted for column in wanted[table])
+
+    return [own.row for own in papers if complete(own)] or [own.row for own in ours if complete(own)]
 
 
 def told(found: Found, table: str, rows: Iterable[str], columns: Mapping[str, str], otherwise: str = "") -> str:

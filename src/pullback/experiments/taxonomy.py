@@ -6,7 +6,6 @@ Rows of the paper are as the paper has them, at its layers; rows of other models
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from itertools import groupby
 
 from pullback.experiments.diagnosis_rows import (
@@ -30,7 +29,7 @@ from pullback.experiments.diagnosis_rows import (
     null_note,
 )
 from pullback.experiments.experiment import Claim, Experiment, Figure, Found, Place, Verdict, overall
-from pullback.experiments.subjects import RANK, SECOND_RANK, Subject, deciding, told
+from pullback.experiments.subjects import RANK, SECOND_RANK, Subject, deciding, high, low, told
 from pullback.geometry import classify
 from pullback.geometry.regimes import THRESHOLDS, looks_random
 from pullback.probes import INPUTS
@@ -70,8 +69,10 @@ REGIME_COLUMNS = (K20, CV, NULL, R_EFF, R90, REGIME)
 
 
 def four_regimes(found: Found) -> Verdict:
-    seen: dict[float, str] = {}
-    for row in found.rows(REGIMES):
+    """Judge the paper's six rows alone where all of them were measured, else all rows that there are."""
+    papers = [own.row for own in (DA_L02, DA_L10, CLS_L10, CAMERA, POINTS, DEPTH)]
+    rows, seen = found.rows(REGIMES), dict[float, str]()
+    for row in papers if set(papers) <= set(rows) else rows:
         number = found.value(REGIMES, row, REGIME)
         if number is not None:
             seen.setdefault(number, row)
@@ -87,9 +88,8 @@ def rich(found: Found) -> Verdict:
     parts: dict[str, bool | None] = {}
     rows = [own.row for own in deciding(found, REGIMES, (POINTS, DEPTH), OUR_VIEWS, (K20, R_EFF))]
     for row in rows:
-        values = found.columns(REGIMES, row)
-        parts[f"{row} is beyond any budget"] = values[R_EFF] >= BEYOND_BUDGET
-        parts[f"{row} is mostly missed"] = values[K20] < 0.5
+        parts[f"{row} is beyond any budget"] = low(found, REGIMES, row, R_EFF) >= BEYOND_BUDGET
+        parts[f"{row} is mostly missed"] = high(found, REGIMES, row, K20) < 0.5
     return overall(parts, told(found, REGIMES, rows, {K20: "{:.1%}", R_EFF: "{:.3g}"}, NO_VIEWS))
 
 
@@ -97,9 +97,8 @@ def low_rank_spread(found: Found) -> Verdict:
     parts: dict[str, bool | None] = {}
     rows = [own.row for own in deciding(found, REGIMES, (DA_L02, DA_L10), OUR_DEPTH, (K20, R_EFF, CV, NULL))]
     for row in rows:
-        values = found.columns(REGIMES, row)
-        parts[f"{row} has a low rank"] = has_low_rank(values)
-        parts[f"{row} is spread"] = looks_random(values[CV], values[NULL])
+        parts[f"{row} has a low rank"] = has_low_rank(found, row)
+        parts[f"{row} is spread"] = looks_random(high(found, REGIMES, row, CV), found.columns(REGIMES, row)[NULL])
     why = told(
         found,
         REGIMES,
@@ -114,9 +113,8 @@ def misses_but_concentrated(found: Found, papers: tuple[Subject, ...], ours: tup
     parts: dict[str, bool | None] = {}
     rows = [own.row for own in deciding(found, REGIMES, papers, ours, (K20, CV))]
     for row in rows:
-        values = found.columns(REGIMES, row)
-        parts[f"{row} misses most"] = values[K20] < 0.5
-        parts[f"{row} is concentrated"] = values[CV] >= THRESHOLDS.concentrated_cv
+        parts[f"{row} misses most"] = high(found, REGIMES, row, K20) < 0.5
+        parts[f"{row} is concentrated"] = low(found, REGIMES, row, CV) >= THRESHOLDS.concentrated_cv
     return overall(parts, told(found, REGIMES, rows, {K20: "{:.1%}", CV: "{:.3g}"}, NO_CLASS))
 
 
@@ -136,15 +134,17 @@ def views_concentrated(found: Found) -> Verdict:
     rows = [own.row for own in deciding(found, REGIMES, (DEPTH,), OUR_VIEWS[1:], (K20, CV, NULL, R_EFF))]
     parts: dict[str, bool | None] = {}
     for row in rows:
-        values = found.columns(REGIMES, row)
-        parts[f"{row} is not spread"] = not looks_random(values[CV], values[NULL])
-        parts[f"{row} lacks rank"] = not has_low_rank(values)
+        parts[f"{row} is not spread"] = not looks_random(
+            low(found, REGIMES, row, CV), found.columns(REGIMES, row)[NULL]
+        )
+        parts[f"{row} lacks rank"] = not has_low_rank(found, row)
     columns = {CV: "{:.3g}", NULL: "{:.2g}", K20: "{:.1%}", R_EFF: "{:.3g}"}
     return overall(parts, told(found, REGIMES, rows, columns, NO_VIEWS))
 
 
-def has_low_rank(values: Mapping[str, float]) -> bool:
-    return values[K20] >= THRESHOLDS.low_rank_kappa and values[R_EFF] <= THRESHOLDS.rank_budget * RANK
+def has_low_rank(found: Found, row: str) -> bool:
+    budget = THRESHOLDS.rank_budget * RANK
+    return low(found, REGIMES, row, K20) >= THRESHOLDS.low_rank_kappa and high(found, REGIMES, row, R_EFF) <= budget
 
 
 def two_places(found: Found) -> str | None:
@@ -367,9 +367,8 @@ def tractable_at_50(found: Found) -> Verdict:
     rows = [own.row for own in deciding(found, PROBED, (DA_READ,), OUR_READ, (K50, R_EFF))]
     parts: dict[str, bool | None] = {}
     for row in rows:
-        values = found.columns(PROBED, row)
-        parts[f"{row} is captured by 50"] = values[K50] >= 0.9
-        parts[f"{row} has a rank below 50"] = values[R_EFF] <= SECOND_RANK
+        parts[f"{row} is captured by 50"] = high(found, PROBED, row, K50) >= 0.9  # the paper's own value
+        parts[f"{row} has a rank below 50"] = high(found, PROBED, row, R_EFF) <= SECOND_RANK
     return overall(parts, told(found, PROBED, rows, {K50: "{:.1%}", R_EFF: "{:.3g}"}, NO_DEPTH))
 
 
@@ -392,10 +391,9 @@ def views_are_rich(found: Found) -> Verdict:
     rows = [own.row for own in deciding(found, PROBED, (POINTS_READ, DEPTH_READ), OUR_VIS, (K50, R_EFF, R90))]
     parts: dict[str, bool | None] = {}
     for row in rows:
-        values = found.columns(PROBED, row)
-        parts[f"{row} is rich"] = values[R_EFF] >= BEYOND_BUDGET
-        parts[f"{row} needs more than 100"] = values[R90] > 100
-        parts[f"{row} is missed by 50"] = values[K50] < 0.9
+        parts[f"{row} is rich"] = low(found, PROBED, row, R_EFF) >= BEYOND_BUDGET
+        parts[f"{row} needs more than 100"] = low(found, PROBED, row, R90) > 100
+        parts[f"{row} is missed by 50"] = high(found, PROBED, row, K50) < 0.9
     why = told(found, PROBED, rows, {K50: "{:.1%}", R_EFF: "{:.3g}", R90: "{:.3g}"}, NO_VIEWS)
     return overall(parts, why)
 
@@ -410,8 +408,8 @@ def pairs_of_families(found: Found) -> tuple[list[Subject], list[Subject]]:
 def orthogonal_layers(found: Found) -> Verdict:
     close, wide = pairs_of_families(found)
     parts: dict[str, bool | None] = {
-        **{own.row: found.columns(PROBED, own.row)[K_EFF] <= 1.5 for own in close},
-        **{own.row: found.columns(PROBED, own.row)[K_EFF] >= 3 for own in wide},
+        **{own.row: high(found, PROBED, own.row, K_EFF) <= 1.5 for own in close},
+        **{own.row: low(found, PROBED, own.row, K_EFF) >= 3 for own in wide},
     }
     rows = [own.row for own in (*close, *wide)]
     return overall(parts, told(found, PROBED, rows, {K_EFF: "{:.2f}"}, "This scale has not both kinds of decoders."))
@@ -439,19 +437,19 @@ def reversal(found: Found) -> Verdict:
     rows = []
     for own in reads:
         single = next(row for row in (DA_L02, *OUR_SINGLE) if (row.model, row.decoder) == (own.model, own.decoder))
-        values, alone = found.columns(PROBED, own.row), found.columns(PROBED, single.row)
+        alone = found.columns(PROBED, single.row)
         if CV in alone and NULL in alone:
             rows += [single.row, own.row]
-            parts[f"{single.row} is spread"] = looks_random(alone[CV], alone[NULL])
-            parts[f"{own.row} is concentrated"] = values[CV] >= THRESHOLDS.concentrated_cv
+            parts[f"{single.row} is spread"] = looks_random(high(found, PROBED, single.row, CV), alone[NULL])
+            parts[f"{own.row} is concentrated"] = low(found, PROBED, own.row, CV) >= THRESHOLDS.concentrated_cv
     return overall(parts, told(found, PROBED, rows, {CV: "{:.3g}", NULL: "{:.2g}"}, NO_DEPTH))
 
 
 def few_directions(found: Found) -> Verdict:
     rows = [own.row for own in deciding(found, PROBED, (DA_L02,), OUR_SINGLE, (R90,))]
     cameras = [own.row for own in deciding(found, PROBED, (CAMERA,), OUR_CAMERA, (R90,))]
-    parts: dict[str, bool | None] = {row: found.columns(PROBED, row)[R90] <= RANK for row in rows}
-    parts |= {row: found.columns(PROBED, row)[R90] <= 9 for row in cameras}
+    parts: dict[str, bool | None] = {row: high(found, PROBED, row, R90) <= RANK for row in rows}
+    parts |= {row: high(found, PROBED, row, R90) <= 9 for row in cameras}
     return overall(parts, told(found, PROBED, [*rows, *cameras], {R90: "{:.3g}"}, "This scale has neither."))
 
 
