@@ -169,7 +169,7 @@ def test_depth_is_spread_if_its_cv_is_that_of_chance() -> None:
 
 
 def test_the_class_token_is_concentrated_by_its_whole_interval() -> None:
-    beginning = "Those of DINOv2's class token"
+    beginning = "DINOv2's class token has"
     assert verdict(beginning, {CLS[1]: 4.0}) == "holds"
     assert verdict(beginning, {CLS[1]: (0.9, 0.7, 1.1)}) == "does not hold"
     assert verdict(beginning, {CLS[0]: 4.0}) == "not at this scale"
@@ -185,7 +185,7 @@ def test_the_inequality_is_judged_at_every_row() -> None:
 
 
 def test_depth_is_beyond_scores_by_the_theorem_and_by_measurement() -> None:
-    beginning = "By that theorem"
+    beginning = "By Theorem 2"
     assert verdict(beginning, {DEPTH: 0.6}, {DEPTH: {MUST: 0.9, SCORES: 0.99}}) == "holds"
     assert verdict(beginning, {DEPTH: 0.6}, {DEPTH: {MUST: 0.1, SCORES: 0.99}}) == "holds partly"
     assert verdict(beginning, {DEPTH: 0.6}, {DEPTH: {MUST: 0.1, SCORES: (0.6, 0.4, 0.8)}}) == "does not hold"

@@ -378,12 +378,12 @@ DELOCALIZATION = Experiment(
             "The leading directions of Depth Anything at one layer are spread evenly over tokens: CV 0.026.",
             "sec:regime_taxonomy", is_spread,
         ),
-        Claim("Those of DINOv2's class token sit on few: CV 4.06 at L10.", "sec:regime_taxonomy", is_concentrated),
+        Claim("DINOv2's class token has its leading directions on few tokens: CV 4.06 at L10.", "sec:regime_taxonomy", is_concentrated),
         Claim(
             "A factored metric gives a ζ-delocalized direction what it gives a random one, up to a share of ζ.",
             "thm:impossibility", within_zeta,
         ),
-        Claim("By that theorem no metric of token scores can represent depth.", "sec:regime_taxonomy", little_signal),
+        Claim("By Theorem 2 no metric of token scores can represent depth.", "sec:regime_taxonomy", little_signal),
         Claim(
             "The CV predicts whether a metric per token will do: with a higher CV it does better.", "eq:cv", cv_predicts
         ),
