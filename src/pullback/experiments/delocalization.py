@@ -378,7 +378,10 @@ DELOCALIZATION = Experiment(
             "The leading directions of Depth Anything at one layer are spread evenly over tokens: CV 0.026.",
             "sec:regime_taxonomy", is_spread,
         ),
-        Claim("DINOv2's class token has its leading directions on few tokens: CV 4.06 at L10.", "sec:regime_taxonomy", is_concentrated),
+        Claim(
+            "DINOv2's class token has its leading directions on few tokens: CV 4.06 at L10.", "sec:regime_taxonomy",
+            is_concentrated,
+        ),
         Claim(
             "A factored metric gives a ζ-delocalized direction what it gives a random one, up to a share of ζ.",
             "thm:impossibility", within_zeta,
