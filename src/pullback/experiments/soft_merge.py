@@ -162,7 +162,7 @@ def _tested_key(shop: Workshop, block: Block) -> dict[str, Any]:
 def _parts(shop: Workshop, block: Block) -> list[tuple[int, Tensor]]:
     """Return the held-out pictures in parts, each with the number of its first one."""
     pixels = shop.images(block.tested, block.tests(counts_of(shop)), model=block.model, size=block.size(shop))
-    step = shop.together(_BATCH)
+    step = _BATCH if block.dense else shop.together(_BATCH)
     return [(number * step, part) for number, part in enumerate(pixels.split(step))]
 
 

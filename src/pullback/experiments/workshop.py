@@ -236,7 +236,7 @@ class Workshop:
         name = _hash({**key, "count": count})
         if name not in self._targets:
             pixels = self.images(data, count, model=self._role(probe), size=size, skip=skip)
-            step = self.together(_BATCH)
+            step = self.together(_BATCH) if probe.decoder.linear else _BATCH  # maps fill a GPU, and its memory
             parts = [probe.features(part) for part in pixels.split(step)]
 
             def part_of(number: int) -> dict[str, Tensor]:
