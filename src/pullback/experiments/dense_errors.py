@@ -52,8 +52,8 @@ COUNTS: dict[ScaleName, dict[str, int]] = {
         "width": 128, "cells": 3,
     },
     "small": {
-        "scenes": 100, "scenes to train": 400, "larger scenes to train": 200, "photos": 100, "photos to train": 400,
-        "larger photos to train": 200, "rooms": 72, "rooms to train": 144, "seeds": 3, "steps": 600, "batch": 32,
+        "scenes": 100, "scenes to train": 400, "larger scenes to train": 100, "photos": 100, "photos to train": 400,
+        "larger photos to train": 64, "rooms": 72, "rooms to train": 96, "seeds": 3, "steps": 300, "batch": 32,
         "width": 256, "cells": 8,
     },
     "paper": {
