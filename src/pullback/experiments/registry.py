@@ -22,6 +22,7 @@ EXPERIMENTS = {
     "dense-pruning": "dense_pruning:DENSE_PRUNING",
     "dense-robustness": "dense_pruning:DENSE_ROBUSTNESS",
     "dense-stages": "dense_pruning:DENSE_STAGES",
+    "pruning-theorem": "pruning_theorem:PRUNING_THEOREM",
     "pruning-cost": "pruning_cost:PRUNING_COST",
     "head-ablations": "ablations:HEAD_ABLATIONS",
     "head-transfer": "head_transfer:HEAD_TRANSFER",
