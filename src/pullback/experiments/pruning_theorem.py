@@ -89,7 +89,7 @@ COUNTS: dict[ScaleName, dict[str, int]] = {
     "paper": {"class tokens": 50, "maps": 50, "size": 224, "probes": 64, "probes by choice": 64},
 }
 """Pictures by decoder and the side of scenes; VJPs for block norms of maps too large for exact ones, and those for the
-first-order term of every choice."""
+first-order term of every choice. On four drawn scenes 16 of them decide every claim as exact norms do; 8 do not."""
 
 _IN_PERCENT = {ERROR: "true_error", REMOVED: "removed_error", FIRST: "first_term", SECOND: "second_term"}
 _OF_BOUND = (*_IN_PERCENT, TIMES, HOLDS, SURE)
@@ -212,9 +212,9 @@ class _Part:
         _, pruned, removed = self.run(plan, importance_of(self.modes))
         num_probes = None if self.case.exact else self.shop.count("probes")
         found: dict[str, Tensor] = {}
-        for reading, bound in judged(self.probes, self.unpruned, pruned, removed, self.images, num_probes):
-            if ratio not in self.case.ratios(reading):
-                break  # before it is computed
+        wanted = [reading for reading in self.case.readings if ratio in self.case.ratios(reading)]
+        bounds = judged(self.probes, self.unpruned, pruned, removed, self.images, num_probes)
+        for reading, (_, bound) in zip(wanted, bounds, strict=False):  # those after the wanted ones are not computed
             found |= {f"{reading} {column}": value for column, value in _columns(bound).items()}
             if reading == "final" and self.case.dense:
                 found |= self._of_corollary(bound)
@@ -271,11 +271,12 @@ class _Part:
         return (self.unpruned[self.last] - self.stage).double().norm(dim=2)
 
     def _block_norms(self, tokens: Tensor, num_probes: int) -> Tensor:
-        """Return |J_:,t|_F [B, N] of the decoder at tokens of the last layer, by so many VJPs."""
+        """Return |J_:,t|_F [B, N] of the decoder at tokens of the last layer, by at most so many VJPs."""
         quick = self.probes.runner
         below = {layer: self.unpruned[layer] for layer in quick.decoder.layers if layer != self.last}
         here = Features.attach(tokens, self.layout, below)
-        return block_norms_of(replace(quick, at=self.last), here, num_probes).double()
+        enough = self.case.exact and num_probes >= self.case.products  # exact ones take no more
+        return block_norms_of(replace(quick, at=self.last), here, None if enough else num_probes).double()
 
     @cached_property
     def _length(self) -> Tensor:
