@@ -89,7 +89,7 @@ COUNTS: dict[ScaleName, dict[str, int]] = {
     "paper": {"class tokens": 50, "maps": 50, "size": 224, "probes": 64, "probes by choice": 64},
 }
 """Pictures by decoder and the side of scenes; VJPs for block norms of maps too large for exact ones, and those for the
-first-order term of every choice. On four drawn scenes 16 of them decide every claim as exact norms do; 8 do not."""
+first-order term of every choice. On four drawn scenes 16 of them decide that claim as exact norms do, and 8 do not."""
 
 _IN_PERCENT = {ERROR: "true_error", REMOVED: "removed_error", FIRST: "first_term", SECOND: "second_term"}
 _OF_BOUND = (*_IN_PERCENT, TIMES, HOLDS, SURE)
