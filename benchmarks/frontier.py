@@ -1,7 +1,7 @@
 """Points of every method, frozen and tuned alike, against one another: what needs a GPU, in calls of ten minutes.
 
     python benchmarks/frontier.py pack --from DINOV2 train/ bank/ diag/ heldout/ sketch/ hires/ --out local/parts
-    python benchmarks/frontier.py unpack --parts local/parts --out /root/data          # there; once for each part
+    python benchmarks/frontier.py unpack --parts local/parts --out ~/data              # there; once for each part
     python benchmarks/frontier.py points --model DINOV2 --train train/ --work local/frontier
     python benchmarks/frontier.py replan --model DINOV2 --budgets 0.7 0.61 --work W     # or from plans found before
     python benchmarks/frontier.py tune --model DINOV2 --train train/ --work local/frontier --minutes 9

@@ -57,9 +57,10 @@ MARKER = re.compile(r"<!-- (?:measured: [\w-]+|end) -->")
 
 
 def pages() -> list[Path]:
-    """Return README, the pages of the docs and the cards of the embedded models."""
+    """Return README, the pages of the docs and the cards of the embedded models. Reports of the paper's experiments are
+    written by `pullback report` as a whole, and tested against their rows."""
     found = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "src").rglob("weights/*/README.md")]
-    return sorted(found)
+    return sorted(page for page in found if not page.parent.name.startswith("paper-"))
 
 
 def rewritten(text: str, where: str) -> tuple[str, list[str]]:
