@@ -39,6 +39,7 @@ POINTS = [
     point("planned", "b", 0.70, 1.5, ours=True, stages=[4, 7], shares=[0.3, 0.1]),
     point("planned", "c", 0.60, 3.0, ours=True, stages=[3], shares=[0.5]),
     point("planned", "d", 0.50, 9.0, ours=True, stages=[2], shares=[0.6]),
+    point("best", "of many settings", 0.75, 0.1, ours=True, stages=[7], shares=[0.5]),  # decides no goal
     point("resize", "182 px", 0.59, 4.0),
     point("resize", "154 px", 0.42, 8.0),
 ]
