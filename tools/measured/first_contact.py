@@ -5,6 +5,7 @@ from __future__ import annotations
 from .common import digits, joined, read, said, source, table
 
 JOBS, KILLED, KILLED_LATER = "readme_jobs_cpu.json", "crash_cpu.json", "crash_30s.json"
+EXPERIMENTS = "crash_reproduce_cpu.json"
 
 
 def jobs() -> str:
@@ -51,4 +52,24 @@ def crashes() -> str:
     )
 
 
-BLOCKS = {"readme-jobs": jobs, "crashes": crashes}
+def experiments() -> str:
+    found = read(EXPERIMENTS)
+    rows = [
+        [
+            f"`{command.removeprefix('reproduce:')}`",
+            f"{outcome['seconds']:.0f} s",
+            str(outcome["kills"]),
+            "**no**" if outcome["differences"] else "yes",
+            f"{max(outcome['losses']):.1f} s",
+        ]
+        for command, outcome in found["commands"].items()
+    ]
+    same = not any(outcome["differences"] for outcome in found["commands"].values())
+    return joined(
+        table(["experiment", "run", "kills", "the same rows, byte for byte", "a kill cost at most"], rows),
+        [said(same, "Every experiment that was killed and went on has the rows and verdicts of one that was not.")],
+        source(EXPERIMENTS),
+    )
+
+
+BLOCKS = {"readme-jobs": jobs, "crashes": crashes, "crashes-experiments": experiments}

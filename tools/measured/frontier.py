@@ -8,6 +8,7 @@ from .common import digits, joined, listed, p_value, read, said, source, table
 
 PLANS = "frontier_plans_cpu.json"
 HELD_OUT = "frontier_heldout_cpu.json"
+DEPTH = "frontier_depth_cpu.json"
 GOALS = {0.76: 0.75, 0.715: 1.4, 0.61: 3.3}
 """The most that the error of the class embedding should be within so many operations."""
 AGAINST = (0.60, 0.50)
@@ -158,8 +159,13 @@ def cls() -> str:
     return comparison(HELD_OUT, "DINOv2-S class embedding, 224 px, 100 · (1 − cos)")
 
 
+def depth() -> str:
+    return comparison(DEPTH, "`tiny-scenes` depth, 224 px, additional SILog × 100")
+
+
 BLOCKS = {
     "frontier-plans": plans,
     "frontier-goals": goals,
     "frontier-cls": cls,
+    "frontier-depth": depth,
 }
