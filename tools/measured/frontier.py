@@ -8,6 +8,7 @@ from .common import digits, joined, listed, p_value, read, said, source, table
 
 PLANS = "frontier_plans_cpu.json"
 HELD_OUT = "frontier_heldout_cpu.json"
+SKETCH = "frontier_sketch_cpu.json"
 DEPTH = "frontier_depth_cpu.json"
 GOALS = {0.76: 0.75, 0.715: 1.4, 0.61: 3.3}
 """The most that the error of the class embedding should be within so many operations."""
@@ -159,6 +160,10 @@ def cls() -> str:
     return comparison(HELD_OUT, "DINOv2-S class embedding, 224 px, 100 · (1 − cos)")
 
 
+def sketch() -> str:
+    return comparison(SKETCH, "The same on sketches")
+
+
 def depth() -> str:
     return comparison(DEPTH, "`tiny-scenes` depth, 224 px, additional SILog × 100")
 
@@ -167,5 +172,6 @@ BLOCKS = {
     "frontier-plans": plans,
     "frontier-goals": goals,
     "frontier-cls": cls,
+    "frontier-sketch": sketch,
     "frontier-depth": depth,
 }
