@@ -15,6 +15,7 @@ from pullback.data.crops import Variation
 from pullback.errors import ImageError, ModelError, PullbackError
 from pullback.learning.head import ImportanceHead
 from pullback.pruning.plan import PrunePlan
+from pullback.pruning.tuning_images import TuningImages
 from pullback.registry import BACKBONES
 from pullback.runs.provenance import weights_hash
 
@@ -223,7 +224,7 @@ def test_the_error_before_is_that_of_the_pruned_model(photos):
     wanted = pb.load_probe(model_of("dinov2"), "cls", 1).pixel_format(42)
     from pullback.data.crops import read_crop
     from pullback.learning.train_head import readable_rows
-    from pullback.pruning.tune import split_rows
+    from pullback.pruning.tuning_images import split_rows
 
     rows = split_rows(readable_rows(photos, wanted), 0.25)[1]
     images = torch.stack([read_crop(row.item.read(), None, wanted) for row in rows]).double()
@@ -260,6 +261,39 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(photos, tmp_path):
     assert parts.tuning == whole.tuning
     rows = [json.loads(line) for line in (tmp_path / "parts" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [2, 4, 6] and rows[0]["degradation_se"] > 0
+
+
+def test_images_that_are_read_once_serve_several_tunings_and_change_none(photos):
+    model, options = model_of("dinov2"), {"steps": 3, "batch": 4, "validate_every": 2, "learning_rate": 1e-3}
+    original = pb.load_probe(model, "cls", device="cpu").backbone
+    read = TuningImages(original, photos, held_out=0.25, size=42, remember=True)
+    asked = count_calls(read)
+    for ratio in (0.3, 0.5):
+        shared = pb.tune(small(ratio=ratio), read, **options)
+        alone = tuned(small(ratio=ratio), photos, **options)
+        assert shared.tuning == alone.tuning
+        assert all(torch.equal(value, alone.vectors[key]) for key, value in shared.vectors.items())
+    assert asked() == 3  # the second tuning asks nothing that the first one has asked
+    pb.tune(small(), read, **options, seed=1)
+    assert asked() == 6
+    pb.tune(small(dense=True), read, **options)  # all tokens are compared, of the same crops
+    assert asked() == 9
+
+
+def count_calls(read):
+    asked, answer = [], read.answer
+    read.answer = lambda key, ask: answer(key, lambda: (asked.append(key), ask())[1])
+    return lambda: len(asked)
+
+
+def test_images_that_were_read_for_another_model_are_refused(photos):
+    other = copy.deepcopy(model_of("dinov2"))
+    other.encoder.layer[0].norm1.weight.add_(0.1)
+    read = TuningImages(pb.load_probe(other, "cls", device="cpu").backbone, photos, size=42)
+    with pytest.raises(PullbackError, match=r"images: these were read for a model of other weights"):
+        pb.tune(small(), read, batch=4)
+    with pytest.raises(PullbackError, match=r"size, limit: images that were read before have theirs"):
+        pb.tune(small(), read, batch=4, size=42)
 
 
 def test_other_settings_are_refused_where_a_run_goes_on(photos, tmp_path):

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,34 +30,26 @@ from pullback.backbones.loading import check_evaluation_mode, published_preproce
 from pullback.backbones.outputs import assembler, own_output
 from pullback.checks import finite_number, of_kind, whole_number
 from pullback.data.crops import CROPS, Variation
-from pullback.data.images import ImageSource, PixelFormat
-from pullback.data.sources import Source, open_source
-from pullback.errors import ImageError, ModelError, PullbackError, counted, naming
+from pullback.data.images import ImageSource
+from pullback.data.sources import Source
+from pullback.errors import ModelError, PullbackError, counted
 from pullback.evaluation.fidelity import Measure, cosine_degradation, readable, relative_l2, silog
 from pullback.evaluation.statistics import mean_and_error
 from pullback.learning.fit import FitConfig, Losses, Network, Share, Trainable, check_going_on, fit
-from pullback.learning.train_head import (
-    ImageRow,
-    check_held_out,
-    hash_of,
-    pictures_to_vary,
-    readable_rows,
-    recorded,
-    varied_pixels,
-)
+from pullback.learning.train_head import hash_of, recorded, varied_pixels
 from pullback.pruning.model import PrunedModel
 from pullback.pruning.scores import HeadScore
 from pullback.pruning.tuned import TunedVectors, holds_views, vector_names
+from pullback.pruning.tuning_images import TuningImages
 from pullback.runs.progress import Progress
 from pullback.runs.provenance import weights_hash
 
-_BATCH = 32  # of held-out images
 logger = logging.getLogger(__name__)
 
 
 def tune(
     pruned: PrunedModel,
-    images: ImageSource | Source,
+    images: ImageSource | Source | TuningImages[Any],
     *,
     held_out: ImageSource | Source | float = 0.1,
     steps: int = 700,
@@ -83,6 +75,8 @@ def tune(
     ``match_hooks``: weight of the layers that a dense decoder reads, beside its output. ``size``: side of the crops, by
     default the model's. ``precision``: float32 or bf16, which is the default on a GPU. ``out``: folder of metrics.jsonl
     and of the checkpoint that a second call goes on from.
+    To tune several pruned models on the same images, read these once, as `tuning_images.TuningImages`, which then
+    decide ``held_out``, ``size`` and ``limit``.
 
     It runs where the model is: `pruned.to("cuda")` before. What it did is in ``tuning`` of the copy: the error on
     held-out images (times 100, as `pullback.evaluation` has it) before and after, with standard errors.
@@ -93,30 +87,25 @@ def tune(
     of_kind("variation", variation, Variation, "a Variation of pullback.data.crops")
     config = _config(pruned, steps, batch, learning_rate, validate_every, patience, precision, seed)
     progress = progress or Progress()
-    wanted = original.pixel_format(size)
-    original.check_size(size)
-    if wanted.size[0] != wanted.size[1]:
-        raise PullbackError(
-            f"size: expected a square, since images are varied by square crops, got {wanted.size[0]}x{wanted.size[1]}."
-        )
     task = _Outputs(pruned, original, match_hooks)
     network = _new_network(pruned, original, positions, task)
     progress.stage("reading the images")
-    train, judges, shared = _images(images, held_out, wanted, limit, batch)
+    if not isinstance(images, TuningImages):
+        images = TuningImages(original, images, held_out=held_out, size=size, limit=limit)
+    elif size is not None or limit is not None:
+        raise PullbackError("size, limit: images that were read before have theirs. Leave these out.")
+    images.check(original, batch)
     settings = {
-        "size": list(wanted.size),
+        **images.settings(),
         "variation": hash_of(asdict(variation)),
         "match_hooks": match_hooks,
-        "images": hash_of([row.sha256 for row in train]),
-        "held_out": hash_of([row.sha256 for row in judges]),
-        "model": weights_hash(pruned.model),
         "pruned": hash_of([asdict(pruned.plan), repr(pruned), *map(_identity, pruned.scores)]),
         "start": None if pruned.tuned is None else weights_hash(pruned.tuned),
     }
     folder = None if out is None else Path(out)
     check_going_on(network, config, folder, settings)
-    pictures = pictures_to_vary(train, wanted, progress).to(original.device)
-    job = TuneTask(task, pictures, _HeldOut.of(task, judges, wanted, progress), variation, config.precision == "bf16")
+    held = _HeldOut.of(task, images.judging(progress))
+    job = TuneTask(task, images, images.pictures(progress), held, variation, config.precision == "bf16", config.seed)
     before = job.measured(network.forward)
     if math.isnan(before["degradation"]):
         raise PullbackError(
@@ -138,13 +127,13 @@ def tune(
         "before_se": before["degradation_se"],
         "after": after["degradation"],
         "after_se": after["degradation_se"],
-        "images": len(train),
-        "held_out_images": len(judges),
-        "size": list(wanted.size),
+        "images": len(images.train),
+        "held_out_images": len(images.judges),
+        "size": list(images.wanted.size),
         "positions": positions,
         "steps": fitted.steps,
         "best_step": best_step,
-        **recorded(shared),
+        **recorded(images.shared),
     }
     return pruned.with_vectors(TunedVectors(network.vectors.by_name(), record))
 
@@ -194,53 +183,6 @@ def _config(
         patience=patience,
         precision=precision or ("bf16" if pruned.device.type == "cuda" else "float32"),
         seed=seed,
-    )
-
-
-def _images(
-    images: ImageSource | Source,
-    held_out: ImageSource | Source | float,
-    wanted: PixelFormat,
-    limit: int | None,
-    batch: int,
-) -> tuple[list[ImageRow], list[ImageRow], int]:
-    """Return the images to train on, those that judge, and how many of these are also among the former."""
-    with naming("images"):
-        source = open_source(images)
-    with naming("images", "source"):
-        rows = readable_rows(source, wanted, limit)
-    shared = 0
-    if isinstance(held_out, (int, float)):
-        train, judges = split_rows(rows, held_out)
-    else:
-        with naming("held_out"):
-            train, judges = rows, readable_rows(open_source(held_out), wanted)
-        shared = check_held_out({str(row.sha256): row.item.key for row in judges}, [row.sha256 for row in train])
-    if len(train) < batch:
-        raise ImageError(
-            f"images: expected at least the {batch} images of a batch to train on, got {len(train)}, with "
-            f"{len(judges)} held out. Give more images, or a smaller batch."
-        )
-    return train, judges, shared
-
-
-def split_rows(rows: Sequence[ImageRow], share: float) -> tuple[list[ImageRow], list[ImageRow]]:
-    """Split into (training, held out): a share of the images, chosen by a hash of their bytes, but at least one.
-
-    Copies of an image are on the same side."""
-    finite_number("held_out", share, expected="a share between 0 and 1, or images of their own")
-    if not 0 < share < 1:
-        raise PullbackError(f"held_out: expected a share between 0 and 1, or images of their own, got {share}.")
-    hashes = sorted({str(row.sha256) for row in rows})
-    if len(hashes) < 2:
-        raise ImageError(
-            f"images: expected at least two different images, one of which is held out, got {len(hashes)}. Give more."
-        )
-    judges = set(hashes[: min(len(hashes) - 1, max(1, round(share * len(hashes))))])
-    chosen = [row.sha256 in judges for row in rows]
-    return (
-        [row for row, out in zip(rows, chosen, strict=True) if not out],
-        [row for row, out in zip(rows, chosen, strict=True) if out],
     )
 
 
@@ -299,6 +241,16 @@ class _Outputs:
                 "out."
             )
 
+    @property
+    def manner(self) -> tuple[float, bool]:
+        """What decides, beside the model, how its output is read."""
+        return self.match_hooks, self._back
+
+    @property
+    def _back(self) -> bool:
+        """Whether all tokens come back, and nothing of the model's own reads them."""
+        return self.pruned.plan.reinsert != "none" and not self.original.reads_patches
+
     @torch.no_grad()
     def full(self, images: Tensor) -> _Read:
         """Read the unpruned model."""
@@ -328,8 +280,7 @@ class _Outputs:
         tokens = getattr(output, "last_hidden_state", None)
         if isinstance(output, Tensor) and output.ndim == 3 and not self.original.reads_patches:
             tokens = output
-        back = self.pruned.plan.reinsert != "none" and not self.original.reads_patches
-        if tokens is not None and back and self.original.classifier is None:
+        if tokens is not None and self._back and self.original.classifier is None:
             return _Read("relative_l2", tokens, hooks)
         if tokens is not None and self.original.prefix and (tokens is output or not _has_embedding(output)):
             return _Read("cosine", tokens[:, 0], hooks)
@@ -407,17 +358,8 @@ class _HeldOut:
     full: tuple[_Read, ...]
 
     @classmethod
-    def of(cls, outputs: _Outputs, rows: Sequence[ImageRow], wanted: PixelFormat, progress: Progress) -> _HeldOut:
-        progress.work("reading held-out images", len(rows), "images")
-        batches, full = [], []
-        for start in range(0, len(rows), _BATCH):
-            some = rows[start : start + _BATCH]
-            images = torch.stack([row.pixels(wanted) for row in some])
-            images = images.to(outputs.original.device, outputs.original.dtype)
-            batches.append(images)
-            full.append(outputs.full(images)._replace(hooks=()))
-            progress.advance(len(some))
-        return cls(tuple(batches), tuple(full))
+    def of(cls, outputs: _Outputs, images: tuple[Tensor, ...]) -> _HeldOut:
+        return cls(images, tuple(outputs.full(some)._replace(hooks=()) for some in images))
 
     @property
     def measure(self) -> Measure:
@@ -432,18 +374,24 @@ class TuneTask:
     """
 
     outputs: _Outputs
+    read: TuningImages[Any]
     pictures: Tensor  # [n, 3, S, S] uint8
     held_out: _HeldOut
     variation: Variation
     mixed: bool
+    seed: int
 
     def loss(self, network: Network, step: int, share: Share, generator: torch.Generator) -> Losses:
         rows = torch.randperm(len(self.pictures), generator=generator)[: share.batch]
         chosen = self.pictures[rows.to(self.pictures.device)]
         size = self.held_out.images[0].shape[-1]
         images = share.of(varied_pixels(self.outputs.original, chosen, size, self.variation, generator))
-        with torch.autocast(images.device.type, torch.bfloat16, enabled=self.mixed):
-            full = self.outputs.full(images)
+
+        def ask() -> _Read:
+            with torch.autocast(images.device.type, torch.bfloat16, enabled=self.mixed):
+                return self.outputs.full(images)
+
+        full = self.read.answer((step, share, self.seed, self.variation, self.mixed, self.outputs.manner), ask)
         loss = _loss(network(images), full, self.outputs.match_hooks)
         if not loss.isfinite():
             raise _overflow("loss", f"after {counted(step, 'step')}")
