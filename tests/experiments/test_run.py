@@ -1,6 +1,8 @@
 """The runner: rows in order, absent rows with their reason, and runs that were killed come to the same rows."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -151,6 +153,61 @@ def test_an_experiment_that_fails_leaves_the_others(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"too small.*In experiment failing"):
         run_experiments([failing, TOY], TINY, tmp_path, CPU, Progress())
     assert (tmp_path / "toy" / "experiment.json").is_file()
+
+
+def test_a_cell_that_fails_leaves_the_others_and_is_measured_by_the_next_run(tmp_path: Path) -> None:
+    def fail(shop: Workshop) -> Iterable[Measured]:
+        raise RuntimeError("CUDA error: out of memory")
+
+    first, *others = TOY.cells(TINY)
+    failing = replace(TOY, cells=lambda scale: [replace(first, run=fail), *others])
+    with pytest.raises(RuntimeError, match="out of memory"):
+        run_experiments([failing, replace(TOY, name="toy 2")], TINY, tmp_path, CPU, Progress())
+    cells = {json.loads(line)["cell"] for line in (tmp_path / "toy" / "rows.jsonl").read_text().splitlines()}
+    assert cells == {cell.key for cell in others}
+    assert not (tmp_path / "toy" / "experiment.json").exists()  # nothing is judged by a part of the rows
+    assert (tmp_path / "toy 2" / "experiment.json").is_file()
+    document = run_experiments([TOY], TINY, tmp_path, CPU, Progress())[0]
+    assert document["claims"] == run_experiments([TOY], TINY, tmp_path / "whole", CPU, Progress())[0]["claims"]
+
+
+_BESIDE = """
+import sys, time
+from pathlib import Path
+import torch
+from pullback.experiments.experiment import Cell, Column, Experiment, Measured, Place
+from pullback.experiments.run import run_experiments
+from pullback.experiments.scales import SCALES
+from pullback.runs.progress import Progress
+
+out, names = Path(sys.argv[1]), sys.argv[2].split(",")
+
+def shared():
+    with open(out.parent / "computed", "a") as file:
+        file.write("once\\n")
+    time.sleep(0.5)
+    return {"value": torch.tensor([0.25])}
+
+def experiment(name):
+    def run(shop):
+        return [Measured("numbers", "row", "value", float(shop.kept({"what": "shared"}, shared)["value"]))]
+    cell = Cell("shared", (Place("numbers", "row", "value"),), run)
+    return Experiment(name, "", "", "", (Column("value"),), lambda scale: [cell])
+
+run_experiments([experiment(name) for name in names], SCALES["tiny"], out, torch.device("cpu"), Progress())
+"""
+
+
+def test_processes_beside_each_other_fill_one_folder_and_share_what_takes_long(tmp_path: Path) -> None:
+    lists = ("a,c", "b,c", "c,a")
+    command = [sys.executable, "-c", _BESIDE, str(tmp_path / "out")]
+    processes = [subprocess.Popen([*command, names]) for names in lists]
+    assert [process.wait(120) for process in processes] == [0, 0, 0]
+    assert (tmp_path / "computed").read_text() == "once\n"
+    for name in "abc":
+        (row,) = [json.loads(line) for line in (tmp_path / "out" / name / "rows.jsonl").read_text().splitlines()]
+        assert row["value"] == 0.25
+    assert not list((tmp_path / "out").rglob(".*"))  # neither locks nor halves
 
 
 def test_what_is_no_number_is_said_and_not_shown(tmp_path: Path) -> None:

@@ -3,7 +3,10 @@
 import errno
 import json
 import os
+import select
 import stat
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -13,6 +16,7 @@ from pullback.errors import FileError, PullbackError
 from pullback.runs import documents as files
 from pullback.runs.files import (
     check_folder,
+    one_at_a_time,
     read_arrays,
     read_json,
     remove_unfinished,
@@ -128,6 +132,41 @@ def test_what_a_killed_run_left_is_removed(tmp_path):
     (tmp_path / "x.json").write_text("")
     remove_unfinished(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
+
+
+def test_what_another_process_is_filling_stays_until_that_has_ended(tmp_path):
+    script = (
+        "import sys; from pathlib import Path; from pullback.runs.files import replaced_folder\n"
+        "with replaced_folder(Path(sys.argv[1])): print('filling', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "model")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "filling\n"
+        remove_unfinished(tmp_path)
+        assert len(list(tmp_path.iterdir())) == 1
+        other.kill()
+    remove_unfinished(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_work_on_a_file_waits_for_a_process_that_is_at_it_and_not_for_one_that_was_killed(tmp_path):
+    script = (
+        "import sys; from pathlib import Path; from pullback.runs.files import one_at_a_time\n"
+        "with one_at_a_time(Path(sys.argv[1])): print('at it', flush=True); sys.stdin.readline()"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "x")]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes) as first, subprocess.Popen(command, **pipes) as second:
+        ready, _, _ = select.select([first.stdout, second.stdout], [], [], 60)
+        assert len(ready) == 1  # the other one waits
+        begun, waiting = (first, second) if ready == [first.stdout] else (second, first)
+        assert not select.select([waiting.stdout], [], [], 0.3)[0]
+        begun.kill()
+        assert waiting.stdout.readline() == "at it\n"
+        waiting.communicate("go\n")
+    with one_at_a_time(tmp_path / "x"):
+        pass
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_that_cannot_be_made_is_refused_and_nothing_is_made(tmp_path, monkeypatch):

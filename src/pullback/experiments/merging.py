@@ -234,26 +234,33 @@ def spn_of(shop: Workshop, setting: Setting) -> SpectralPullbackNetwork:
     )  # fmt: skip
     key = {**shop.identity(probe), **vars(config), "images": train, "data": setting.train, "size": size}
     folder = shop.store / f"spn-{hash_of({**key, 'width': shop.count('spn width')})[:16]}"
-    if not (folder / "config.json").is_file():
-        shop.progress.describe("training a Spectral Pullback Network")
-        pictures = shop.images(setting.train, train + _AT_ONCE, model=setting.model, size=size)
-        features = torch.cat([probe.features(part).as_subclass(Tensor) for part in pictures.split(_AT_ONCE)])
-        judged = features[train:]
-        known = targets_of(probe, judged, RANK, keep_modes=True)
-        assert known.modes is not None
-        judge = SpnExamples(
-            lambda rows: judged[rows.to(judged.device)], known.modes, known.singular_values, known.total.value,
-            probe.backbone.prefix,
-        )  # fmt: skip
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(shop.seed)
-            network = SpectralPullbackNetwork.from_config(SpnConfig(probe.backbone.dim, RANK, shop.count("spn width")))
-        network.to(features.device).start_from(judged, known.singular_values)
-        task = SpnTask(lambda rows: features[rows.to(features.device)], train, RandNLA(probe, signal_probes=0), judge)
-        fit(network, task, config)
-        with replaced_folder(folder) as temporary:
-            network.eval().save_pretrained(temporary)
+    with shop.lacking(folder / "config.json") as lacks:
+        if lacks:
+            shop.progress.describe("training a Spectral Pullback Network")
+            network = _trained_spn(shop, setting, config)
+            with replaced_folder(folder) as temporary:
+                network.eval().save_pretrained(temporary)
     return SpectralPullbackNetwork.from_pretrained(folder).to(shop.device).eval()
+
+
+def _trained_spn(shop: Workshop, setting: Setting, config: FitConfig) -> SpectralPullbackNetwork:
+    probe, train = probe_of(shop, setting), shop.count("spn images")
+    pictures = shop.images(setting.train, train + _AT_ONCE, model=setting.model, size=setting.size(shop))
+    features = torch.cat([probe.features(part).as_subclass(Tensor) for part in pictures.split(_AT_ONCE)])
+    judged = features[train:]
+    known = targets_of(probe, judged, RANK, keep_modes=True)
+    assert known.modes is not None
+    judge = SpnExamples(
+        lambda rows: judged[rows.to(judged.device)], known.modes, known.singular_values, known.total.value,
+        probe.backbone.prefix,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(shop.seed)
+        network = SpectralPullbackNetwork.from_config(SpnConfig(probe.backbone.dim, RANK, shop.count("spn width")))
+    network.to(features.device).start_from(judged, known.singular_values)
+    task = SpnTask(lambda rows: features[rows.to(features.device)], train, RandNLA(probe, signal_probes=0), judge)
+    fit(network, task, config)
+    return network
 
 
 def drawn(shop: Workshop, seed: int, first: int, count: int, tokens: int) -> Tensor:

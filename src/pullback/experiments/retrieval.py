@@ -250,12 +250,13 @@ def metric_of(shop: Workshop, own: Searched) -> tuple[DistilledMetric, str]:
         "seed": shop.seed,
     }  # fmt: skip
     folder = shop.store / f"drm-{hash_of(key)}"
-    if not (folder / "config.json").is_file():
-        training = folder.with_name(f"{folder.name}-training")
-        metric = _trained(shop, own, counts, training)
-        with replaced_folder(folder) as temporary:
-            metric.save_pretrained(temporary)
-        shutil.rmtree(training)
+    with shop.lacking(folder / "config.json") as lacks:
+        if lacks:
+            training = folder.with_name(f"{folder.name}-training")
+            metric = _trained(shop, own, counts, training)
+            with replaced_folder(folder) as temporary:
+                metric.save_pretrained(temporary)
+            shutil.rmtree(training)
     crops = f" and {counts['crops']} crops of each" if counts["crops"] > 1 else " and a crop of each"
     said = f"trained on {own.train(counts):,} {'scenes' if own.drawn else 'photographs'}{crops}"
     return DistilledMetric.from_pretrained(folder, device=shop.device), said

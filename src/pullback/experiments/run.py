@@ -11,19 +11,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
+from traceback import clear_frames
 from typing import Any
 
 import torch
 from torch.backends import cudnn
 
 from pullback import __version__
-from pullback.errors import PullbackError, counted
+from pullback.errors import FileError, PullbackError, counted
 from pullback.experiments.experiment import ABSENT, Cell, Claim, Experiment, Found, Measured, Place
 from pullback.experiments.scales import DATA, MODELS, Scale
 from pullback.experiments.workshop import Workshop
 from pullback.operators.linearization import differentiable_attention
 from pullback.runs.documents import EXPERIMENT, REPRODUCE, ROWS, TIMES
-from pullback.runs.files import make_folder, remove_unfinished, write_json
+from pullback.runs.files import make_folder, one_at_a_time, remove_unfinished, write_json
 from pullback.runs.folder import claim_folder
 from pullback.runs.progress import Progress
 from pullback.runs.provenance import commit, machine, now
@@ -38,29 +39,34 @@ def run_experiments(
 ) -> list[dict[str, Any]]:
     """Fill ``out`` with the rows of these experiments; return what their experiment.json hold.
 
-    An experiment that fails leaves the others untouched: the first error is raised when all others are done.
+    What fails leaves other cells and experiments untouched: the first error is raised when all others are done. Several
+    processes may fill one folder: each experiment, and what experiments share, is made by one of them at a time.
     """
     planned = [(own, own.checked_cells(scale)) for own in experiments]  # nothing runs before everything is checked
     claim_folder(out, "reproduce")
     roles = (*MODELS, *DATA)  # a role may be added later: what was absent without it is measured then
-    keep_settings(out / REPRODUCE, _settings(scale), holds="experiments", places=roles, may_be_added=roles)
+    with one_at_a_time(out / REPRODUCE):
+        keep_settings(out / REPRODUCE, _settings(scale), holds="experiments", places=roles, may_be_added=roles)
     remove_unfinished(make_folder(out / "store"))
     documents: list[dict[str, Any]] = []
-    failed: dict[str, PullbackError] = {}
+    failed: dict[str, Exception] = {}
     for own, cells in planned:
         try:
-            documents.append(run_experiment(own, cells, Workshop(own, scale, out, device, progress)))
-        except PullbackError as error:
+            with one_at_a_time(make_folder(out / own.name)):
+                documents.append(run_experiment(own, cells, Workshop(own, scale, out, device, progress)))
+        except Exception as error:
             failed[own.name] = error
     for name, first in failed.items():
-        others = f" {counted(len(failed) - 1, 'other experiment')} failed as well." if len(failed) > 1 else ""
-        first.args = (f"{first} (In experiment {name}.{others} The finished ones are kept.)",)
+        if isinstance(first, PullbackError):
+            others = f" {counted(len(failed) - 1, 'other experiment')} failed as well." if len(failed) > 1 else ""
+            first.args = (f"{first} (In experiment {name}.{others} The finished ones are kept.)",)
         raise first
     return documents
 
 
 def run_experiment(experiment: Experiment, cells: Sequence[Cell], shop: Workshop) -> dict[str, Any]:
-    """Measure the cells that are not there yet, judge the claims, and write experiment.json; return that."""
+    """Measure the cells that are not there yet, judge the claims, and write experiment.json; return that. Where a cell
+    fails the others are measured, and nothing is judged: the next run has less to do."""
     scale, folder = shop.scale, make_folder(shop.folder)
     remove_unfinished(folder)
     files = {
@@ -74,14 +80,25 @@ def run_experiment(experiment: Experiment, cells: Sequence[Cell], shop: Workshop
     }
     done = sum(files[cell.timed].has(cell) for cell in cells)
     shop.progress.work(experiment.name, len(cells), "cells", done)
+    failed: list[Exception] = []
     for cell in cells:
         if files[cell.timed].has(cell):
             continue
         shop.progress.describe(f"{experiment.name}: {cell.key}")
-        with nullcontext() if cell.timed else repeatable(shop.device):
-            rows_of_cell = _rows(experiment, cell, shop, origin)
+        try:
+            with nullcontext() if cell.timed else repeatable(shop.device):
+                rows_of_cell = _rows(experiment, cell, shop, origin)
+        except FileError:  # such as a full disk, which no other cell would fare better with
+            raise
+        except Exception as error:
+            shop.progress.note(f"{experiment.name}: {cell.key}: {type(error).__name__}: {error}")
+            clear_frames(error.__traceback__)  # which hold tensors that fill the memory of a GPU
+            failed.append(error)
+            continue
         files[cell.timed].add(cell, rows_of_cell)
         shop.progress.advance(1)
+    if failed:
+        raise failed[0]
     rows = ordered(cells, files)
     found = Found(rows)
     notes = [note(found) for note in experiment.footnotes]

@@ -167,15 +167,16 @@ def network_of(shop: Workshop, ground: Ground, variant: Variant, seed: int) -> S
     own = {"what": "spn-network", **ground.name, **asdict(variant), "seed": seed}
     own.pop("row")
     folder = shop.store / f"spn-network-{hash_of(own)[:16]}"
-    if not (folder / "config.json").is_file():
-        network = _new_network(shop, ground, seed)
-        if variant.from_constant:
-            network.start_at(ground.subspace(shop.count("constant pictures")))
-        if variant.kind != "untrained":
-            shop.progress.describe(f"training a network: {variant.row}")
-            _fit(shop, ground, network, variant, seed)
-        with replaced_folder(folder) as temporary:
-            network.eval().save_pretrained(temporary)
+    with shop.lacking(folder / "config.json") as lacks:
+        if lacks:
+            network = _new_network(shop, ground, seed)
+            if variant.from_constant:
+                network.start_at(ground.subspace(shop.count("constant pictures")))
+            if variant.kind != "untrained":
+                shop.progress.describe(f"training a network: {variant.row}")
+                _fit(shop, ground, network, variant, seed)
+            with replaced_folder(folder) as temporary:
+                network.eval().save_pretrained(temporary)
     return SpectralPullbackNetwork.from_pretrained(folder).to(shop.device).eval()
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
@@ -31,7 +32,7 @@ from pullback.learning.head import ImportanceHead
 from pullback.learning.train_head import HeadExamples, HeadTask, new_head
 from pullback.probes import ProbeMap
 from pullback.probes.probe import probe_at
-from pullback.runs.files import make_folder, read_arrays, replaced_folder, write_arrays
+from pullback.runs.files import make_folder, one_at_a_time, read_arrays, replaced_folder, write_arrays
 from pullback.runs.progress import Progress
 from pullback.runs.provenance import weights_hash
 from pullback.scenes.render import CLASSES, normalised, render, scene_labels
@@ -260,12 +261,23 @@ class Workshop:
         """Return tensors that are computed when they are first wanted, and lie in the store from then on. ``key``: what
         decides them, as plain JSON; see `identity`."""
         folder = self.store / f"{key['what']}-{_hash(key)}"
-        if not (folder / "arrays.npz").is_file():
-            arrays = {name: value.detach().cpu().numpy() for name, value in compute().items()}
-            with replaced_folder(folder) as temporary:
-                write_arrays(temporary / "arrays.npz", arrays, compressed=False)  # modes hardly shrink, and take long
+        with self.lacking(folder / "arrays.npz") as lacks:
+            if lacks:
+                arrays = {name: value.detach().cpu().numpy() for name, value in compute().items()}
+                with replaced_folder(folder) as temporary:
+                    write_arrays(temporary / "arrays.npz", arrays, compressed=False)  # modes take long to pack
         stored = read_arrays(folder / "arrays.npz")
         return {name: torch.from_numpy(np.ascontiguousarray(value)).to(self.device) for name, value in stored.items()}
+
+    @contextmanager
+    def lacking(self, file: Path) -> Iterator[bool]:
+        """Yield whether the store lacks this file of one of its folders, so that it has to be made now: another process
+        that wants the same waits meanwhile, and finds it."""
+        if file.is_file():
+            yield False
+            return
+        with one_at_a_time(file.parent):
+            yield not file.is_file()
 
     def identity(self, probe: ProbeMap) -> dict[str, Any]:
         """Return what tells a probe from others, as plain JSON."""
@@ -282,27 +294,38 @@ class Workshop:
         key = {"what": "head", **self.identity(probe), **vars(recipe), "data": self._data(recipe.data)}
         if teacher is not None:
             key["teacher"] = teacher[0]
-        folder = self._out / "store" / f"head-{_hash(key)}"
-        if not (folder / "config.json").is_file():
-            judged = max(8, recipe.images // 8)
-            known = self.targets(
-                probe, recipe.data, recipe.images + judged, size=recipe.size, skip=recipe.skip, rank=recipe.rank
-            )
-            features, prefix = known["features"], probe.backbone.prefix
-            target = known[recipe.target] if teacher is None else teacher[1](features)
-            target = target.clamp_min(target.amax() * 1e-6)
-            train = HeadExamples.kept(features[: recipe.images], target[: recipe.images], prefix)
-            judge = HeadExamples.kept(features[recipe.images :], target[recipe.images :], prefix)
-            head = new_head(train, recipe.width, recipe.heads, target=recipe.target, seed=recipe.seed)
-            config = FitConfig(
-                steps=recipe.steps, batch=min(recipe.batch, recipe.images), warmup=recipe.steps // 10,
-                validate_every=max(1, recipe.steps // 6), seed=recipe.seed,
-            )  # fmt: skip
-            self.progress.describe(f"training a head on {recipe.images} pictures")
-            fit(head, HeadTask([train], judge, recipe.rank_weight), config)
-            with replaced_folder(folder) as temporary:
-                head.eval().save_pretrained(temporary)
+        folder = self.store / f"head-{_hash(key)}"
+        with self.lacking(folder / "config.json") as lacks:
+            if lacks:
+                self._train(probe, recipe, teacher, folder)
         return ImportanceHead.from_pretrained(folder).to(self.device).eval()
+
+    def _train(
+        self,
+        probe: ProbeMap,
+        recipe: HeadRecipe,
+        teacher: tuple[object, Callable[[Tensor], Tensor]] | None,
+        folder: Path,
+    ) -> None:
+        """Train the head of a recipe, and put it into its folder."""
+        judged = max(8, recipe.images // 8)
+        known = self.targets(
+            probe, recipe.data, recipe.images + judged, size=recipe.size, skip=recipe.skip, rank=recipe.rank
+        )
+        features, prefix = known["features"], probe.backbone.prefix
+        target = known[recipe.target] if teacher is None else teacher[1](features)
+        target = target.clamp_min(target.amax() * 1e-6)
+        train = HeadExamples.kept(features[: recipe.images], target[: recipe.images], prefix)
+        judge = HeadExamples.kept(features[recipe.images :], target[recipe.images :], prefix)
+        head = new_head(train, recipe.width, recipe.heads, target=recipe.target, seed=recipe.seed)
+        config = FitConfig(
+            steps=recipe.steps, batch=min(recipe.batch, recipe.images), warmup=recipe.steps // 10,
+            validate_every=max(1, recipe.steps // 6), seed=recipe.seed,
+        )  # fmt: skip
+        self.progress.describe(f"training a head on {recipe.images} pictures")
+        fit(head, HeadTask([train], judge, recipe.rank_weight), config)
+        with replaced_folder(folder) as temporary:
+            head.eval().save_pretrained(temporary)
 
     def keep(self, name: str, arrays: Mapping[str, Any]) -> None:
         """Write the arrays of a figure of this experiment, see `Figure`."""

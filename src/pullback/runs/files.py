@@ -26,6 +26,7 @@ SAVE_EVERY = 30.0
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 # A list of plain numbers that `json.dumps(indent=...)` spread over lines. No string holds a raw newline: none matches.
 _NUMBERS = re.compile(r"\[\n\s+(-?[\d.eE+-]+(?:,\n\s+-?[\d.eE+-]+)*)\n\s+\]")
+_PROCESS = re.compile(r"\.(\d+)-[^.]*\.tmp$")
 _FIXES = {
     errno.ENOSPC: "Free some space",
     errno.EDQUOT: "Free some space",
@@ -77,7 +78,7 @@ def writing(path: Path) -> Iterator[None]:
 def replaced(path: Path) -> Iterator[Path]:
     """Yield a temporary file beside ``path`` to fill, then rename it over ``path``; after an error, delete it."""
     with writing(path):
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=_unfinished(path), suffix=".tmp")
         os.close(handle)
         temporary = Path(name)
         try:
@@ -94,7 +95,7 @@ def replaced_folder(path: Path, *, new: bool = False) -> Iterator[Path]:
     """Yield a temporary folder beside ``path`` to fill, then put it in the place of ``path``; after an error, delete
     it. ``new``: raise an error if there is anything in ``path`` by then."""
     with writing(path):
-        temporary = Path(tempfile.mkdtemp(dir=make_folder(path.parent), prefix=f".{path.name}.", suffix=".tmp"))
+        temporary = Path(tempfile.mkdtemp(dir=make_folder(path.parent), prefix=_unfinished(path), suffix=".tmp"))
         try:
             yield temporary
             temporary.chmod(0o777 & ~_umask())
@@ -129,12 +130,64 @@ def write_atomic(
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Delete the temporary files and folders that a killed run left behind."""
+    """Delete the temporary files and folders that killed runs left behind, but not those that another process of this
+    machine is still filling."""
     for leftover in folder.glob(".*.tmp"):
+        process = _PROCESS.search(leftover.name)
+        if process and int(process[1]) != os.getpid() and _runs(int(process[1])):
+            continue
         if leftover.is_dir():
             shutil.rmtree(leftover, ignore_errors=True)
         else:
             leftover.unlink(missing_ok=True)
+
+
+def _unfinished(path: Path) -> str:
+    """Return how the name of a temporary file for ``path`` begins: with the process that fills it."""
+    return f".{path.name}.{os.getpid()}-"
+
+
+def _runs(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # somebody else's
+        return True
+    return True
+
+
+@contextmanager
+def one_at_a_time(path: Path) -> Iterator[None]:
+    """Wait until no other process is at work on ``path``, a file or folder, and keep others waiting meanwhile.
+
+    The end of a process lets go, however it ends; what says so is a file beside ``path``, which is removed in the end.
+    """
+    import fcntl  # no such module on Windows
+
+    beside = path.with_name(f".{path.name}.lock")
+    while True:
+        with writing(beside):
+            handle = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            if not _is_still(beside, handle):  # who held it has removed it since: whoever comes now makes a new one
+                continue
+            try:
+                yield
+            finally:
+                beside.unlink(missing_ok=True)
+            return
+        finally:
+            os.close(handle)
+
+
+def _is_still(path: Path, handle: int) -> bool:
+    """Whether an open file still has this name."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(handle))
+    except FileNotFoundError:
+        return False
 
 
 def write_bytes(path: Path, content: bytes) -> None:
