@@ -165,7 +165,7 @@ def courses_of_spectra(shop: Workshop, subject: Subject) -> tuple[Course, Course
     reference = torch.eye(values.shape[1], RANK, dtype=values.dtype, device=values.device).expand(len(each), -1, -1)
     found = []
     for width in (RANK, WIDE):
-        streams = Streams.from_seed(shop.seed + width, len(each))
+        streams = Streams.from_seed(shop.seed + width, len(each), op.device)
         own = course(op, reference, best, width, MOST_ROUNDS, streams)
         found.append(replace(own.on_cpu(), sketches=sketches))
     return found[0], found[1]
