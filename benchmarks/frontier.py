@@ -15,14 +15,20 @@ CLIP has no heads in the package, so these come first, and its points name them:
     python benchmarks/frontier.py heads --model CLIP --decoder projection --train train/ bank/ --judges diag/ --work W
     python benchmarks/frontier.py points --model CLIP --decoder projection --heads W/heads --budgets 0.7 0.5 ...
 
+A dense decoder (saliency) has `dense` in place of `points` and `tune`: trust is chosen on training pictures.
+
+    python benchmarks/frontier.py heads --model SALIENCY/backbone --decoder saliency --train ... --judges ... --work W
+    python benchmarks/frontier.py dense --model SALIENCY/backbone --decoder saliency --heads W/heads --images ...
+
 Every part goes on where it was stopped, and begins nothing that would not end before ``--minutes`` are over; it says
-then that it is to be run again. 518 px are the same parts with `--size 518 --steps 300 --batch 32` and another folder.
+then that it is to be run again. Several processes with the same ``--work`` share the jobs of a part: each takes the
+first that is not done and that no other process is at. 518 px are the same parts with `--size 518 --steps 300
+--batch 32` and another folder; the photographs to tune on have 256 pixels, so they are enlarged for it.
 
 What to carry: the checkout takes most of the 64 MiB that travel with a call, so `pack` makes parts of 15 MB. Carry one
 of them (`local/parts/NN`) per call, and unpack it outside the checkout, where it stays while the machine is held.
 `local/frontier` (points, and what was tuned before) is small and goes with the first call of a lease. There the command
-is `PYTHONPATH=src python3 benchmarks/frontier.py`. A tuning of 700 steps takes about 45 s for a ViT-S on an H200, so
-one lease of half an hour has the points and 25 tunings, of the 40 that there are; the folds take as many again.
+is `PYTHONPATH=src python3 benchmarks/frontier.py`. A GPU waits for Python in most steps: three processes at once.
 
 Points: for each method the mildest setting within a budget of operations (`pb.operations`). Ours is what
 `pb.plan_pruning` finds on training pictures; "planned, own size" may not shrink pictures. Tuning is the same for all:
@@ -32,6 +38,7 @@ Points: for each method the mildest setting within a budget of operations (`pb.o
 from __future__ import annotations
 
 import argparse
+import fcntl
 import io
 import json
 import shutil
@@ -39,6 +46,8 @@ import sys
 import tarfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -46,16 +55,21 @@ from typing import Any
 import numpy as np
 import torch
 from measure import RESULTS, machine, save
+from safetensors import safe_open
 from torch import Tensor, nn
 
 import pullback as pb
 from pullback.backbones import load_backbone
 from pullback.evaluation.fidelity import readable
 from pullback.evaluation.neighbours import classes_from_table, leave_one_out
-from pullback.evaluation.statistics import bootstrap_mean, bootstrap_share, mcnemar_p
+from pullback.evaluation.statistics import bootstrap_mean, bootstrap_share, compare_paired, mcnemar_p
 from pullback.learning.train_heads import heads_config, stream_config, train_heads
+from pullback.pruning.operating_points import RATIOS, Knobs
 from pullback.pruning.pareto import NEIGHBOURS, ParetoRequest, run_pareto
+from pullback.pruning.plan import preset
+from pullback.pruning.tuning_images import TuningImages
 from pullback.runs.documents import PRUNED
+from pullback.runs.files import replaced_folder, write_arrays
 from pullback.runs.progress import Progress
 
 BUDGETS = (0.70, 0.50, 0.35, 0.715, 0.65, 0.61, 0.54)  # the first are those at which every rival is tuned as well
@@ -64,7 +78,8 @@ SEEDS = (0, 1, 2)  # at the first budget
 RIVALS = ("resize", "tome", "tome-decreasing", "pitome", "evit")
 OURS, OWN_SIZE = "planned", "planned, own size"
 FOLDS = 4
-MACHINE, SHOWN = "machine.json", "heldout"  # the pictures of the figure
+MACHINE = "machine.json"
+TRUST = (0.0, 0.3, 0.5, 0.7, 1.0)
 IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
 AGAIN = 3  # exit status: the time is over, and something is left to do
 
@@ -94,6 +109,41 @@ class Clock:
         return found
 
 
+# Jobs
+
+
+@dataclass(frozen=True)
+class Job:
+    """Something to compute. ``place``: what is there when it is done, whole or not at all."""
+
+    place: Path
+    do: Callable[[Path], Any]
+
+
+@contextmanager
+def claimed(path: Path) -> Iterator[bool]:
+    """Say whether this process alone has the claim ``path``. The system takes a lock back when its process ends, also
+    one that is killed, so nothing stays claimed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+
+
+def work_through(study: Study, clock: Clock, jobs: Sequence[Job]) -> None:
+    """Do all jobs that are not done and that no other process is at."""
+    for job in jobs:
+        if job.place.exists():
+            continue
+        with claimed(study.work / "claims" / f"{job.place.parent.name} {job.place.name}") as mine:
+            if mine and not job.place.exists():  # another process may have just ended it
+                clock.run(job.place.name, partial(job.do, job.place))
+
+
 # Points
 
 
@@ -102,18 +152,37 @@ class Study:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.work = options, Path(options.work)
+        self._read: dict[tuple[Path, ...], TuningImages[Any]] = {}
 
     @cached_property
     def probe(self) -> pb.ProbeMap:
         return pb.load_probe(self.options.model, self.options.decoder, device=self.options.device)
 
     @property
+    def backbone(self) -> pb.Backbone:
+        backbone = self.probe.backbone
+        assert isinstance(backbone, pb.Backbone)
+        return backbone
+
+    @property
     def model(self) -> nn.Module:
-        return self.probe.backbone.model
+        return self.backbone.model
 
     def pictures(self, files: Sequence[Path]) -> Tensor:
         names = [str(file) for file in files]
         return self.probe.load_images(names, self.options.size).to(self.options.device)
+
+    def to_tune(self, files: Sequence[Path]) -> TuningImages[Any]:
+        """Return images to tune on, which are read once."""
+        key = tuple(files)
+        if key not in self._read:
+            names = [str(file) for file in files]
+            self._read[key] = TuningImages(self.backbone, names, size=self.options.size, remember=True)
+        return self._read[key]
+
+    def load(self, folder: Path) -> pb.PrunedModel:
+        """Read a point; without the device, the model that it shares would be moved to the CPU."""
+        return pb.PrunedModel.from_pretrained(folder, model=self.model, device=self.probe.device)
 
     def heads(self) -> dict[int, pb.ImportanceHead] | str:
         """Return the heads of `best`: those of the package, or one folder for each layer."""
@@ -163,19 +232,31 @@ def mildest(model: nn.Module, method: str, images: Tensor, budget: float) -> pb.
 def make_points(study: Study, clock: Clock) -> None:
     """Write a folder for each method and budget, frozen: WORK/frozen/METHOD BUDGET."""
     options, model, heads = study.options, study.model, study.heads()
-    files = training_files(options.train)  # every so-manieth, because files often lie in the order of their classes
-    images = study.pictures(files[:: max(1, len(files) // options.choosing)][: options.choosing])
-    for budget in options.budgets:
-        for method in (OURS, OWN_SIZE, *options.rivals):
-            place = study.frozen(method, budget)
-            if place.is_dir():
-                continue
-            if method in RIVALS:
-                made = clock.run(place.name, partial(mildest, model, method, images[:1], budget))
-            else:
-                made = clock.run(place.name, partial(planned, model, heads, method, images, budget, options))
-            made.save_pretrained(place, weights=False)
-            print(f"[frontier]   {made}: {pb.operations(made, images[:1]):.3f} of the operations", flush=True)
+    images = study.pictures(spread(training_files(options.train), options.choosing))
+
+    def make(method: str, budget: float, place: Path) -> None:
+        if method in RIVALS:
+            made = mildest(model, method, images[:1], budget)
+        else:
+            made = planned(model, heads, method, images, budget, options)
+        save_whole(made, place)
+        print(f"[frontier]   {made}: {pb.operations(made, images[:1]):.3f} of the operations", flush=True)
+
+    methods = [*options.ours, *options.rivals]
+    if torch.device(options.device).type == "cuda":
+        torch.set_float32_matmul_precision("high")  # a search: what it finds is measured in float32
+    work_through(study, clock, [Job(study.frozen(m, b), partial(make, m, b)) for b in options.budgets for m in methods])
+
+
+def spread(files: Sequence[Path], count: int) -> list[Path]:
+    """Return every so-manieth file, because files often lie in the order of their classes."""
+    return list(files[:: max(1, len(files) // count)][:count])
+
+
+def save_whole(pruned: pb.PrunedModel, place: Path) -> None:
+    """Write a pruned model into a folder that is there whole or not at all."""
+    with replaced_folder(place) as temporary:
+        pruned.save_pretrained(temporary, weights=False)
 
 
 def planned(
@@ -187,7 +268,7 @@ def planned(
     options: argparse.Namespace,
 ) -> pb.PrunedModel:
     """Return the best plan within a budget that the planner finds on these pictures."""
-    sizes = () if method == OWN_SIZE else None
+    sizes = () if method == OWN_SIZE else options.sizes
     found = pb.plan_pruning(
         model,
         heads,
@@ -208,11 +289,11 @@ def replan(study: Study, clock: Clock) -> None:
     """Write a folder for each budget from plans that were found before (``--plans``): the stages and the picture of the
     plan of the nearest budget, and its own shares, or for other budgets those in the same proportion that just fit."""
     known = json.loads(study.options.plans.read_text())["plans"]
-    image = torch.zeros(1, 3, study.options.size, study.options.size)
+    image = torch.zeros(1, 3, study.options.size, study.options.size, device=study.probe.device)
     for budget in study.options.budgets:
         nearest = min(known, key=lambda plan: abs(plan["budget"] - budget))
         made = clock.run(f"{OURS} {budget:g}", partial(within, study.model, study.heads(), nearest, budget, image))
-        made.save_pretrained(study.frozen(OURS, budget), weights=False)
+        save_whole(made, study.frozen(OURS, budget))
         print(f"[frontier]   {made}: {pb.operations(made, image):.3f} of the operations", flush=True)
 
 
@@ -236,52 +317,59 @@ def within(
 # Tuning
 
 
-def jobs(options: argparse.Namespace) -> list[tuple[str, float, int]]:
+def to_tune(options: argparse.Namespace) -> list[tuple[str, float, int]]:
     """Return method, budget and seed of everything that is tuned; what is claimed first comes first."""
     contested, others = options.budgets[:CONTESTED], options.budgets[CONTESTED:]
-    everybody, ours = (OURS, OWN_SIZE, *options.rivals), (OURS, OWN_SIZE)
+    everybody, ours = (*options.ours, *options.rivals), options.ours
+    first = contested[0]
     return [
-        *((method, budget, 0) for budget in contested for method in everybody),
+        *((method, first, 0) for method in everybody),
         *((method, budget, 0) for budget in others for method in ours),
-        *((method, contested[0], seed) for seed in options.seeds[1:] for method in everybody),
+        *((method, budget, 0) for budget in contested[1:] for method in everybody),
+        *((method, first, seed) for seed in options.seeds[1:] for method in everybody),
     ]
 
 
 def tune_points(study: Study, clock: Clock) -> None:
     """Tune frozen points: WORK/tuned/METHOD BUDGET seed S, with checkpoints in WORK/runs."""
     options, files = study.options, training_files(study.options.train)
-    for method, budget, seed in jobs(options):
-        place, start = study.tuned(method, budget, seed), study.frozen(method, budget)
-        if (
-            place.is_dir()
-            or not start.is_dir()
-            or (method == OWN_SIZE and same_plan(start, study.frozen(OURS, budget)))
-        ):
-            continue
-        frozen, run = pb.PrunedModel.from_pretrained(start, model=study.model), study.work / "runs" / place.name
-        tuned = clock.run(place.name, partial(tuned_on, frozen, files, options, seed, run))
-        tuned.save_pretrained(place, weights=False)
+
+    def tune(start: Path, seed: int, place: Path) -> None:
+        run = study.work / "runs" / place.name
+        tuned = tuned_on(study, study.load(start), files, seed, run)
+        save_whole(tuned, place)
         shutil.rmtree(run, ignore_errors=True)
-        told = tuned.tuning
+        told = tuned.tuning or {}
         print(f"[frontier]   on held-out pictures {told['before']:.3f} -> {told['after']:.3f}", flush=True)
 
+    work_through(
+        study,
+        clock,
+        [
+            Job(study.tuned(method, budget, seed), partial(tune, study.frozen(method, budget), seed))
+            for method, budget, seed in to_tune(options)
+            if study.frozen(method, budget).is_dir() and not (method == OWN_SIZE and same_plan(study, budget))
+        ],
+    )
 
-def same_plan(one: Path, other: Path) -> bool:
-    """Whether two points are the same one, which needs tuning once."""
-    return other.is_dir() and (one / PRUNED).read_text() == (other / PRUNED).read_text()
+
+def same_plan(study: Study, budget: float) -> bool:
+    """Whether the best plan leaves the picture its size anyway, and needs tuning once."""
+    one, other = (study.frozen(method, budget) / PRUNED for method in (OURS, OWN_SIZE))
+    return one.is_file() and one.read_text() == other.read_text()
 
 
 def tuned_on(
-    frozen: pb.PrunedModel, files: Sequence[Path], options: argparse.Namespace, seed: int, out: Path | None
+    study: Study, frozen: pb.PrunedModel, files: Sequence[Path], seed: int, out: Path | None
 ) -> pb.PrunedModel:
+    steps = study.options.steps
     return pb.tune(
         frozen,
-        [str(file) for file in files],
-        steps=options.steps,
-        batch=options.batch,
-        size=options.size,
+        study.to_tune(files),
+        steps=steps,
+        batch=study.options.batch,
         seed=seed,
-        validate_every=max(1, options.steps // 7),
+        validate_every=max(1, steps // 7),
         out=out,
     )
 
@@ -290,35 +378,49 @@ def tuned_on(
 
 
 def evaluate(study: Study, clock: Clock) -> None:
-    """Measure all points, frozen and tuned, on each set of pictures: WORK/pareto/NAME."""
-    options = study.options
-    plans = [(folder.name.rpartition(" ")[0], folder) for folder in sorted((study.work / "frozen").iterdir())]
-    for folder in sorted((study.work / "tuned").glob("*")):
+    """Measure all points, frozen and tuned, on each set of pictures: WORK/pareto/NAME, and with other seeds
+    WORK/pareto/NAME-seeds. What was measured before is not measured again."""
+    first: list[tuple[str, Path]] = [
+        (folder.name.rpartition(" ")[0], folder) for folder in sorted((study.work / "frozen").glob("[!.]*"))
+    ]
+    others: list[tuple[str, Path]] = []
+    for folder in sorted((study.work / "tuned").glob("[!.]*")):
         method, _, _, seed = folder.name.rsplit(" ", 3)
-        plans.append((method if seed == "0" else f"{method} seed {seed}", folder))
-    for entry in options.images:
+        (first if seed == "0" else others).append((method if seed == "0" else f"{method}, seed {seed}", folder))
+    for entry in study.options.images:
         name, _, place = entry.partition("=")
-        request = ParetoRequest(
-            model=options.model,
-            images=place,
-            decoder=options.decoder,
-            methods=(),
-            plans=tuple(plans),
-            budgets=tuple(options.budgets),
-            size=options.size,
-            limit=options.limit,
-            batch=options.at_once,
-            device=options.device,
-            time="none",
-        )
-        clock.run(f"pareto {name}", partial(run_pareto, request, study.work / "pareto" / name, Progress()))
+        for label, plans in ((name, first), (f"{name}-seeds", others)):
+            if plans:
+                compare(study, clock, label, place, plans)
+
+
+def compare(
+    study: Study, clock: Clock, name: str, place: str, plans: Sequence[tuple[str, Path]], **changes: Any
+) -> None:
+    """Measure points on a set of pictures, unless another process is at it."""
+    options = study.options
+    request = ParetoRequest(
+        model=options.model,
+        images=place,
+        decoder=options.decoder,
+        plans=tuple(plans),
+        budgets=tuple(options.budgets),
+        size=options.size,
+        batch=options.at_once,
+        device=options.device,
+        time="none",
+        **{"methods": (), "limit": options.limit, **changes},
+    )
+    with claimed(study.work / "claims" / f"pareto {name}") as mine:
+        if mine:
+            clock.run(f"pareto {name}", partial(run_pareto, request, study.work / "pareto" / name, Progress()))
 
 
 def neighbours(study: Study, clock: Clock) -> None:
     """Leave-one-out neighbours in folds: what is tuned on the other folds embeds all pictures, and its own fold asks.
 
     WORK/neighbours/NAME.npz holds who was right; what is not tuned needs no folds."""
-    options, model = study.options, study.model
+    options = study.options
     files = training_files([entry.partition("=")[2] or entry for entry in options.images])
     class_of = classes_from_table(Path(options.labels))
     names = [class_of(file) for file in files]
@@ -326,35 +428,44 @@ def neighbours(study: Study, clock: Clock) -> None:
     labels, fold = torch.tensor([number[name] for name in names]), folds_of(names)
     folder = study.work / "neighbours"
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / MACHINE).write_text(json.dumps(machine(torch.device(options.device))))
-
-    def keep(name: str, build: Callable[[], nn.Module], asking: Tensor) -> None:
-        path = folder / f"{name}.npz"
-        if not path.is_file():
-            found = clock.run(name, lambda: right(embedded(build(), files, study), labels, asking))
-            with open(path, "wb") as file:
-                np.savez(file, which=asking.numpy(), **found)
-
+    (folder / MACHINE).write_text(json.dumps({**machine(torch.device(options.device)), "steps": options.steps}))
     everyone = torch.ones(len(files), dtype=torch.bool)
-    keep("unpruned", lambda: pb.prune(model, preset="none", output="cls"), everyone)
+    held: list[Tensor] = []  # the pictures, which are read once
+
+    def keep(build: Callable[[], nn.Module], asking: Tensor, place: Path) -> None:
+        if not held:
+            held.extend(study.pictures(files[start : start + options.at_once])
+                        for start in range(0, len(files), options.at_once))  # fmt: skip
+        found = right(embedded(build(), held), labels, asking)
+        write_arrays(place, {"which": asking.numpy(), **found})
+
+    def tuned(start: Path, own: int) -> nn.Module:
+        others = [file for file, its in zip(files, fold.tolist(), strict=True) if its != own]
+        run = study.work / "runs" / f"{start.name} fold {own}"
+        found = tuned_on(study, study.load(start), others, 0, run)
+        shutil.rmtree(run, ignore_errors=True)
+        return found
+
+    def job(name: str, build: Callable[[], nn.Module], asking: Tensor = everyone) -> Job:
+        return Job(folder / f"{name}.npz", partial(keep, build, asking))
+
+    everything = [job("unpruned", lambda: pb.prune(study.model, preset="none", output="cls"))]
     for budget in options.budgets[:2]:
-        for method in (OURS, *options.rivals):
-            frozen = pb.PrunedModel.from_pretrained(study.frozen(method, budget), model=model)
-            keep(f"{method} {budget:g}", lambda f=frozen: f, everyone)
-            for own in fold.unique().tolist():
-                others = [file for file, its in zip(files, fold.tolist(), strict=True) if its != own]
-                build = partial(tuned_on, frozen, others, options, 0, None)
-                keep(f"{method} {budget:g} tuned, fold {own}", build, fold == own)
+        methods = [m for m in (*options.ours, *options.rivals) if not (m == OWN_SIZE and same_plan(study, budget))]
+        starts = [place for place in (study.frozen(method, budget) for method in methods) if place.is_dir()]
+        everything += [job(start.name, partial(study.load, start)) for start in starts]
+        everything += [
+            job(f"{start.name} tuned, fold {own}", partial(tuned, start, own), fold == own)
+            for start in starts
+            for own in range(FOLDS)
+        ]
+    work_through(study, clock, everything)
 
 
 @torch.no_grad()
-def embedded(model: nn.Module, files: Sequence[Path], study: Study) -> Tensor:
+def embedded(model: nn.Module, pictures: Sequence[Tensor]) -> Tensor:
     """Return the embeddings of all pictures, [n, D]."""
-    parts = []
-    for start in range(0, len(files), study.options.at_once):
-        images = study.pictures(files[start : start + study.options.at_once])
-        parts.append(readable(model(images))[1].float().cpu())
-    return torch.cat(parts)
+    return torch.cat([readable(model(images))[1].float().cpu() for images in pictures])
 
 
 def right(vectors: Tensor, labels: Tensor, asking: Tensor) -> dict[str, np.ndarray]:
@@ -410,13 +521,15 @@ def make_heads(study: Study, clock: Clock) -> None:
     layers = (4, 8) if options.quick else tuple(range(2, probe.backbone.depth - 1))
     of_stream = {"block": 4, "steps_per_block": 2} if options.quick else {}
     of_fit = {"steps": options.steps, "batch": options.batch, "validate_every": 2} if options.quick else {}
+    if options.head_steps is not None:
+        of_fit = {"steps": options.head_steps, "validate_every": max(1, options.head_steps // 4)} | of_fit
     train = partial(
         train_heads,
         probe,
         [str(file) for file in training_files(options.train)],
         [str(file) for file in training_files(options.judges)],
         layers=layers,
-        judges=2 if options.quick else 50,
+        judges=2 if options.quick else options.judging,
         size=options.size,
         half=True,
         stream=stream_config(probe, layers, options.size, **of_stream),
@@ -425,6 +538,35 @@ def make_heads(study: Study, clock: Clock) -> None:
         seconds=60 * options.minutes - 60,
     )
     clock.run("heads", train)
+
+
+# A dense decoder
+
+
+def dense(study: Study, clock: Clock) -> None:
+    """Measure a dense decoder with learned heads, one stage at a time, at several values of trust, against the
+    published rules and a smaller picture: WORK/pareto/chosen on training pictures, and on those of ``--images``."""
+    options, heads, depth = study.options, study.heads(), study.probe.backbone.depth
+    assert not isinstance(heads, str)
+    plans = []
+    for trust in options.trust:
+        for layer, head in heads.items():
+            for ratio in RATIOS:
+                place = study.work / "frozen" / f"block {layer}, {ratio:g}, trust {trust:g}"
+                if not place.is_dir():
+                    plan = replace(preset("best", ratio, [layer], dense=True, depth=depth), trust=trust)
+                    save_whole(pb.PrunedModel(study.model, plan, [head]), place)
+                plans.append((f"best, trust {trust:g}", place))
+    chosen = study.work / "chosen"
+    if not chosen.is_dir():
+        with replaced_folder(chosen) as folder:
+            for file in spread(training_files(options.train), options.choosing):
+                shutil.copyfile(file, folder / file.name)
+    rivals = {"methods": tuple(options.rivals), "knobs": Knobs()}
+    compare(study, clock, "chosen", str(chosen), plans, limit=None)
+    for entry in options.images:
+        name, _, place = entry.partition("=")
+        compare(study, clock, name, place, plans, **rivals)
 
 
 # Files
@@ -436,23 +578,21 @@ def pack(options: argparse.Namespace) -> None:
 
 
 def collect(options: argparse.Namespace) -> None:
-    """Write the points, tuned vectors, hits and summaries in such parts, without rows, embeddings and heads in the
-    making; `unpack` makes the same folder of them elsewhere."""
-    work, heads = Path(options.work), Path(options.work) / "heads"
+    """Write the points, tuned vectors, hits, rows and summaries in such parts, without what is in the making; `unpack`
+    makes the same folder of them elsewhere."""
+    work = Path(options.work)
+    left = {"runs", "claims", "chosen", "embeddings", "checkpoint.pt"}
     chosen = {
         str(path.relative_to(work)): path
         for path in sorted(work.rglob("*"))
-        if path.is_file()
-        and "embeddings" not in path.parts
-        and path.name != "rows.jsonl"
-        and path not in (heads / "checkpoint.pt", heads / "metrics.jsonl")
+        if path.is_file() and not any(part in left or part.startswith(".") for part in path.relative_to(work).parts)
     }
     _write_parts(chosen, options)
 
 
 def _write_parts(things: dict[str, Path], options: argparse.Namespace) -> None:
     content = io.BytesIO()
-    with tarfile.open(fileobj=content, mode="w:gz", compresslevel=1) as tar:
+    with tarfile.open(fileobj=content, mode="w:gz", compresslevel=6) as tar:
         for name, path in things.items():
             tar.add(path, arcname=name)
     whole, step = content.getvalue(), int(1e6 * options.part_mb)
@@ -483,13 +623,15 @@ def unpack(options: argparse.Namespace) -> None:
 
 
 def report(options: argparse.Namespace) -> None:
-    """Write WORK/pareto/NAME/pareto.json and neighbours as result files, frontier_NAME_cuda.json, and the figure."""
+    """Write what a study found as result files, frontier_STUDY_NAME_DEVICE.json, with STUDY the name of the folder
+    WORK, and with ``--figure NAME`` the figure of one of them."""
     work, out = Path(options.work), options.out or RESULTS
     for path in sorted((work / "pareto").glob("*/pareto.json")):
-        document = compact(json.loads(path.read_text()))
-        name = f"frontier_{path.parent.name}_{document['device']}"
-        print(f"[frontier] {save(name, document, out)}")
-        if path.parent.name == SHOWN:
+        document = json.loads(path.read_text())
+        content = compact(document) | {"tuning": tunings(work)} | rounded({"contests": contests(work, path.parent)})
+        name = f"frontier_{work.name}_{path.parent.name}_{document['device']}"
+        print(f"[frontier] {save(name, content, out)}")
+        if path.parent.name == options.figure:
             from pullback.report.pareto_figures import pareto_png  # with matplotlib, which a GPU machine may lack
 
             image = IMAGES / "frontier.png" if options.out is None else out / "frontier.png"
@@ -497,14 +639,71 @@ def report(options: argparse.Namespace) -> None:
     if (work / "neighbours" / MACHINE).is_file():
         content = {"machine": json.loads((work / "neighbours" / MACHINE).read_text())}
         content["rows"] = neighbour_rows(work / "neighbours")
-        print(f"[frontier] {save('frontier_neighbours_cuda', content, out)}")
+        print(f"[frontier] {save(f'frontier_{work.name}_neighbours_cuda', content, out)}")
+
+
+def tunings(work: Path) -> dict[str, dict[str, Any]]:
+    """Return how each point was tuned, by the name of its folder, with the error on the tenth of the training pictures
+    that judged, before and after."""
+    found = {}
+    for path in sorted((work / "tuned").glob("[!.]*/vectors.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            found[path.parent.name] = json.loads(file.metadata()["record"])
+    return rounded(found)
+
+
+def contests(work: Path, folder: Path) -> list[dict[str, Any]]:
+    """Compare ours with every rival at each budget, frozen and tuned, on the same pictures.
+
+    Ours is the one point that was made for the budget, and where two were tuned (for the picture as it is, and for a
+    smaller one) the one that was better on the training pictures that judged. A rival counts by its best point at or
+    below the budget on the very pictures that compare, which flatters it."""
+    document, tuned = json.loads((folder / "pareto.json").read_text()), tunings(work)
+    values: dict[tuple[str, str], dict[str, float]] = {}
+    for row in map(json.loads, (folder / "rows.jsonl").read_text().splitlines()):
+        values.setdefault((row["method"], row["point"]), {})[row["image"]] = row["value"]
+    found = []
+    for budget in document["budgets"]:
+        for is_tuned in (False, True):
+            entries = [point for point in document["points"] if point["tuned"] == is_tuned]
+            made = [e for e in entries if e["method"] in (OURS, OWN_SIZE) and budget_of(e["point"]) == budget]
+            own = min(made, key=lambda e: tuned[e["point"]]["after"] if is_tuned else e["method"] != OURS, default=None)
+            if own is None:
+                continue
+            line = {"budget": budget, "tuned": is_tuned, **shown(own), "against": []}
+            for method in dict.fromkeys(e["method"] for e in entries if not e["ours"]):
+                within = [e for e in entries if e["method"] == method and e["operations"] <= budget]
+                rival = min(within, key=lambda e: e["mean"], default=None)
+                if rival is not None:
+                    mine, its = (values[e["method"], e["point"]] for e in (own, rival))
+                    both = [image for image in mine if mine[image] is not None and its[image] is not None]
+                    pair = (np.array([side[image] for image in both]) for side in (mine, its))
+                    compared = compare_paired(*pair, generator=np.random.default_rng(0))
+                    more = compared.difference
+                    test = {"difference": more.mean, "interval of it": [more.low, more.high], "p": compared.p_value}
+                    line["against"].append({**shown(rival), **test})
+            found.append(line)
+    return found
+
+
+def shown(entry: dict[str, Any]) -> dict[str, Any]:
+    return {name: entry[name] for name in ("method", "point", "mean", "interval", "operations")}
+
+
+def budget_of(point: str) -> float:
+    """Return the budget that a point was made for, from the name of its folder."""
+    return float(point.removesuffix(" seed 0").rpartition(" ")[2])
 
 
 def compact(document: dict[str, Any]) -> dict[str, Any]:
     """Return a comparison without folders of this machine, and its numbers with six digits."""
     kept = {key: value for key, value in document.items() if key not in ("skipped", "classes", "selection")}
     kept |= {key: Path(str(document[key])).name for key in ("model", "source")}
-    return json.loads(json.dumps(kept), parse_float=lambda text: float(f"{float(text):.6g}"))
+    return rounded(kept)
+
+
+def rounded(content: Any) -> Any:
+    return json.loads(json.dumps(content), parse_float=lambda text: float(f"{float(text):.6g}"))
 
 
 # Commands
@@ -513,6 +712,7 @@ PARTS: dict[str, Callable[[Study, Clock], None]] = {
     "heads": make_heads,
     "points": make_points,
     "replan": replan,
+    "dense": dense,
     "tune": tune_points,
     "evaluate": evaluate,
     "neighbours": neighbours,
@@ -552,9 +752,14 @@ def main() -> int:
     parser.add_argument("--images", nargs="+", default=[], help="evaluate: NAME=FOLDER; neighbours: folders")
     parser.add_argument("--labels", help="neighbours: a table of classes")
     parser.add_argument("--budgets", nargs="+", type=float, default=list(BUDGETS))
+    parser.add_argument("--ours", nargs="+", choices=(OURS, OWN_SIZE), default=[OURS, OWN_SIZE])
     parser.add_argument("--rivals", nargs="+", choices=RIVALS, default=list(RIVALS))
     parser.add_argument("--stages", type=int, default=2, help="points: at most so many")
     parser.add_argument("--choosing", type=int, default=256, help="points: training pictures that choose")
+    parser.add_argument("--sizes", nargs="*", type=int, help="points: smaller pictures to consider (default: many)")
+    parser.add_argument("--head-steps", type=int, help="heads: steps (default: those of `train_heads`)")
+    parser.add_argument("--judging", type=int, default=50, help="heads: pictures that judge, at most")
+    parser.add_argument("--trust", nargs="+", type=float, default=list(TRUST), help="dense: values to choose from")
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
     parser.add_argument("--steps", type=int, default=700)
     parser.add_argument("--batch", type=int, default=128)
@@ -566,6 +771,7 @@ def main() -> int:
     parser.add_argument("--from", nargs="+", default=[], help="pack: folders")
     parser.add_argument("--plans", type=Path, default=RESULTS / "frontier_plans_cpu.json", help="replan: plans")
     parser.add_argument("--part-mb", type=float, default=15.0, help="pack: size of a part")
+    parser.add_argument("--figure", help="report: pictures of which to draw the figure")
     parser.add_argument("--parts", default="local/parts", help="unpack: folder of the parts")
     parser.add_argument("--out", type=Path, help="folder of pack, unpack, collect and report")
     parser.add_argument("--quick", action="store_true", help="little of everything, on a CPU")
@@ -577,7 +783,8 @@ def main() -> int:
         return 0
     clock = Clock(options.minutes)
     try:
-        for part in [part for part in PARTS if part != "replan"] if options.part == "all" else [options.part]:
+        every = [part for part in PARTS if part not in ("replan", "dense")]
+        for part in every if options.part == "all" else [options.part]:
             PARTS[part](Study(options), clock)
     except Deadline as next_one:
         print(f"[frontier] the time is over before {next_one}: the same command goes on")

@@ -1,6 +1,9 @@
 """benchmarks/frontier.py: what is tuned in which order, which points count, who asks in a fold, and what travels."""
 
 import importlib
+import os
+import subprocess
+import sys
 from argparse import Namespace
 from pathlib import Path
 
@@ -10,6 +13,7 @@ import torch
 from transformers import Dinov2Config, Dinov2Model
 
 import pullback as pb
+from helpers.pictures import write_pictures
 
 RIVALS = ("resize", "tome", "tome-decreasing", "pitome", "evit")
 
@@ -28,8 +32,10 @@ def model():
 
 
 def test_everybody_is_tuned_at_the_first_budgets_and_ours_alone_at_the_others(frontier):
-    found = frontier.jobs(Namespace(budgets=[0.7, 0.5, 0.35, 0.61], seeds=[0, 1], rivals=RIVALS))
     ours = {"planned", "planned, own size"}
+    found = frontier.to_tune(
+        Namespace(budgets=[0.7, 0.5, 0.35, 0.61], seeds=[0, 1], rivals=RIVALS, ours=("planned", "planned, own size"))
+    )
     assert {method for method, budget, _ in found if budget == 0.35} == ours | set(RIVALS)
     assert {method for method, budget, _ in found if budget == 0.61} == ours
     assert {budget for _, budget, seed in found if seed == 1} == {0.7}
@@ -53,6 +59,41 @@ def test_plans_that_were_found_before_are_made_again_and_scaled_to_other_budgets
     found = frontier.within(model, "norm", plan, 0.7, image)
     first, second = found.plan.shares
     assert second == pytest.approx(2 * first) and 0.66 < pb.operations(found, image) <= 0.7
+
+
+def test_two_processes_share_the_jobs_and_none_is_done_twice(frontier, model, tmp_path):
+    model.save_pretrained(tmp_path / "model")
+    photos = write_pictures(tmp_path / "photos", 12, broken=False)
+    for method in ("resize", "evit"):
+        point = frontier.mildest(model, method, torch.zeros(1, 3, 56, 56), 0.6)
+        frontier.save_whole(point, tmp_path / "work" / "frozen" / f"{method} 0.6")
+    part = ["tune", "--quick", "--model", tmp_path / "model", "--train", photos, "--work", tmp_path / "work"]
+    command = [sys.executable, frontier.__file__, *map(str, part)]
+    environment = os.environ | {"PYTHONPATH": str(Path(pb.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    both = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    told = "".join(process.communicate(timeout=300)[0] for process in both)
+    assert [process.returncode for process in both] == [0, 0]
+    for method in ("resize", "evit"):
+        assert told.count(f"[frontier] {method} 0.6 seed 0: ") == 1
+        assert (tmp_path / "work" / "tuned" / f"{method} 0.6 seed 0" / "vectors.safetensors").is_file()
+    assert not list((tmp_path / "work" / "runs").iterdir())
+
+
+def test_a_claim_ends_with_the_process_that_has_it(frontier, tmp_path):
+    script = (
+        f"import sys, time; sys.path.insert(0, {str(Path(frontier.__file__).parent)!r}); import frontier\n"
+        f"from pathlib import Path\nwith frontier.claimed(Path({str(tmp_path / 'job')!r})) as mine:\n"
+        "    print(mine, flush=True); time.sleep(600)"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(pb.__file__).parents[1])}
+    with subprocess.Popen([sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "True\n"
+        with frontier.claimed(tmp_path / "job") as mine:
+            assert not mine
+        other.kill()
+        other.wait()
+        with frontier.claimed(tmp_path / "job") as mine:
+            assert mine
 
 
 def test_nothing_begins_that_would_not_end_in_time(frontier):

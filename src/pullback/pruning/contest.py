@@ -24,6 +24,7 @@ from pullback.pruning.operations import PredictedOperations, operations
 from pullback.pruning.plan import Plan, PrunePlan
 from pullback.pruning.scores import Choice
 from pullback.pruning.search import (
+    FEWEST,
     Found,
     Ladder,
     Tries,
@@ -125,7 +126,9 @@ class Planner:
         progress: Progress,
     ) -> None:
         self.calibration, self.heads, self.formula, self.progress = calibration, heads, formula, progress
-        self.tries = Tries(self._degradations, choosing, numbers)
+        # on a GPU a whole batch takes as long as a few images: most of the time goes into starting the work
+        fewest = calibration.batch if calibration.images.is_cuda else FEWEST
+        self.tries = Tries(self._degradations, choosing, numbers, fewest)
         self.numbers = numbers
         self._counts: dict[Plan, float] = {}
         self._predictions: dict[Plan, float] = {}

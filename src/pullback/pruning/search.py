@@ -28,7 +28,7 @@ FINALISTS = 4
 THINNED = 3
 """One in so many ladders goes on to the next round, with so many times the images."""
 FEWEST = 4
-"""Images of the first round."""
+"""Images of the first round, where nothing else is said."""
 
 # plan -> what it costs; (plan, first image, one behind the last) -> the degradation of these images
 Cost = Callable[[Plan], float]
@@ -99,10 +99,12 @@ def _with_ratio(template: PrunePlan, size: int | None, split: tuple[float, ...],
 
 class Tries:
     """Degradations of plans on the first so many images, each measured once. ``numbers``: what messages call the
-    images, by default their places."""
+    images, by default their places. ``fewest``: images of the first round."""
 
-    def __init__(self, degradations: Degradations, images: int, numbers: Sequence[int] | None = None) -> None:
-        self.images, self._degradations = images, degradations
+    def __init__(
+        self, degradations: Degradations, images: int, numbers: Sequence[int] | None = None, fewest: int = FEWEST
+    ) -> None:
+        self.images, self.fewest, self._degradations = images, fewest, degradations
         self._numbers = range(images) if numbers is None else numbers
         self._known: dict[Plan, Tensor] = {}
 
@@ -137,11 +139,11 @@ def check_numbers(values: Tensor, numbers: Sequence[int]) -> None:
 # Successive halving
 
 
-def rounds_of(images: int, ladders: int) -> list[int]:
+def rounds_of(images: int, ladders: int, fewest: int = FEWEST) -> list[int]:
     """Return on how many images the rounds try their plans: all images in the last, a third of them before, and so on,
     with as many rounds as it takes to thin the ladders out, and a few images in the first."""
     thinnings = max(0, math.ceil(math.log(max(1, ladders) / (THINNED * FINALISTS), THINNED)))
-    counts = [max(FEWEST, images // THINNED**left) for left in range(thinnings, -1, -1)]
+    counts = [max(fewest, images // THINNED**left) for left in range(thinnings, -1, -1)]
     return sorted({min(images, count) for count in counts} | {images})
 
 
@@ -149,11 +151,11 @@ def rounds_of(images: int, ladders: int) -> list[int]:
 Judge = Callable[[Ladder, int, float], Found | None]
 
 
-def halved(ladders: Sequence[Ladder], judge: Judge, images: int, progress: Progress) -> list[Found]:
+def halved(ladders: Sequence[Ladder], judge: Judge, tries: Tries, progress: Progress) -> list[Found]:
     """Return the ladders that are left when the last few have seen all images, the best first."""
     left, found = list(ladders), list[Found]()
-    for count in rounds_of(images, len(ladders)):
-        keep = FINALISTS if count == images else max(FINALISTS, math.ceil(len(left) / THINNED))
+    for count in rounds_of(tries.images, len(ladders), tries.fewest):
+        keep = FINALISTS if count == tries.images else max(FINALISTS, math.ceil(len(left) / THINNED))
         progress.work(f"trying plans on {count} image{'s' * (count != 1)}", len(left), "plans")
         found = []
         best: list[float] = []  # a heap of the ``keep`` smallest values, with their signs turned
@@ -183,7 +185,7 @@ def best_within_cost(
         assert step is not None
         return Found(ladder, step, tries.mean(ladder.plan(step), count))
 
-    return halved([ladder for ladder in ladders if steps[ladder] is not None], judge, tries.images, progress)
+    return halved([ladder for ladder in ladders if steps[ladder] is not None], judge, tries, progress)
 
 
 def cheapest_within_degradation(
@@ -199,7 +201,7 @@ def cheapest_within_degradation(
         step = last_within(ladder, lambda plan: tries.mean(plan, count), limit, first)
         return Found(ladder, step, cost(ladder.plan(step)))
 
-    return halved(ladders, judge, tries.images, progress)
+    return halved(ladders, judge, tries, progress)
 
 
 def first_within(ladder: Ladder, cost: Cost, limit: float) -> int | None:
