@@ -90,7 +90,7 @@ COUNTS: dict[ScaleName, dict[str, int]] = {
         "photos: tested, dense": 8, "photos: trained on, dense": 8, "photos: most, dense": 16,
     },
     "small": {
-        "seeds": 3, "steps": 480, "batch": 32, "size of scenes": 112,
+        "seeds": 3, "steps": 320, "batch": 32, "size of scenes": 112,
         "scenes: tested": 200, "scenes: trained on": 1000, "scenes: most": 4000,
         "scenes: tested, dense": 64, "scenes: trained on, dense": 256, "scenes: most, dense": 512,
         "photos: tested": 200, "photos: trained on": 1000, "photos: most": 1700,

@@ -52,9 +52,9 @@ COUNTS: dict[ScaleName, dict[str, int]] = {
         "width": 128, "cells": 3,
     },
     "small": {
-        "scenes": 100, "scenes to train": 400, "larger scenes to train": 100, "photos": 100, "photos to train": 400,
-        "larger photos to train": 64, "rooms": 72, "rooms to train": 96, "seeds": 3, "steps": 300, "batch": 32,
-        "width": 256, "cells": 8,
+        "scenes": 64, "scenes to train": 400, "larger scenes to train": 96, "photos": 64, "photos to train": 400,
+        "larger photos to train": 64, "rooms": 48, "rooms to train": 96, "seeds": 3, "steps": 240, "batch": 32,
+        "width": 256, "cells": 6,
     },
     "paper": {
         "scenes": 200, "scenes to train": 2000, "larger scenes to train": 2000, "photos": 200,

@@ -40,7 +40,7 @@ from pullback.randnla.svd import power_iteration
 
 COUNTS: dict[ScaleName, dict[str, int]] = {
     "tiny": {"images": 5, "dense": 5, "size": 112, "seeds": 5},
-    "small": {"images": 6, "dense": 6, "size": 224, "seeds": 5},
+    "small": {"images": 5, "dense": 4, "size": 224, "seeds": 4},
     "paper": {"images": 50, "dense": 10, "size": 224, "seeds": 10},
 }
 POWER_ITERS = 2

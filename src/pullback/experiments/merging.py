@@ -66,8 +66,8 @@ COUNTS: dict[ScaleName, dict[str, int]] = {
         "spn images": 96, "spn steps": 150, "spn batch": 4, "spn width": 128, "scene size": 112,
     },
     "small": {
-        "images": 200, "train": 1000, "early images": 64, "early train": 256, "seeds": 3, "steps": 480, "width": 256,
-        "spn images": 500, "spn steps": 600, "spn batch": 8, "spn width": 256, "scene size": 112,
+        "images": 200, "train": 1000, "early images": 64, "early train": 256, "seeds": 3, "steps": 320, "width": 256,
+        "spn images": 300, "spn steps": 400, "spn batch": 8, "spn width": 256, "scene size": 112,
     },
     "paper": {
         "images": 200, "train": 2000, "early images": 200, "early train": 2000, "seeds": 3, "steps": 3000, "width": 256,

@@ -77,7 +77,7 @@ _WARM_UP = 2
 
 COUNTS: dict[ScaleName, dict[str, int]] = {
     "tiny": {"rounds": 5, "few rounds": 5, "batch": 4},
-    "small": {"rounds": 20, "few rounds": 8, "batch": 64},
+    "small": {"rounds": 20, "few rounds": 5, "batch": 64},
     "paper": {"rounds": 40, "few rounds": 15, "batch": 64},
 }
 """Rounds in which all models are timed in turn, of single pictures and of batches of ``batch``."""

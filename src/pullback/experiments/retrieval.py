@@ -81,8 +81,8 @@ COUNTS: dict[ScaleName, dict[str, int]] = {
         "cells": 4, "steps": 300, "batch": 32, "rank": 32, "width": 128, "trained size": 112,
     },
     "small": {
-        "images": 240, "scenes to train": 1500, "photos to train": 1840, "validation": 150, "crops": 4,
-        "importance": 128, "cells": 8, "steps": 1500, "batch": 64, "rank": 32, "width": 256, "trained size": 224,
+        "images": 240, "scenes to train": 1500, "photos to train": 1840, "validation": 150, "crops": 2,
+        "importance": 96, "cells": 6, "steps": 1000, "batch": 64, "rank": 32, "width": 256, "trained size": 224,
     },
     "paper": {
         "images": 200, "scenes to train": 4000, "photos to train": 1840, "validation": 150, "crops": 16,

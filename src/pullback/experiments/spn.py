@@ -96,7 +96,7 @@ COUNTS: dict[ScaleName, dict[str, int]] = {
     },
     "small": {
         **MERGING_COUNTS["small"],
-        "spn steps": 400, "spn batch": 16, "spn seeds": 1, "constant pictures": 500,
+        "spn steps": 400, "spn batch": 8, "spn seeds": 1, "constant pictures": 300,
     },
     "paper": {
         **MERGING_COUNTS["paper"],

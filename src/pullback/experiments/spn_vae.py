@@ -86,8 +86,8 @@ COUNTS: dict[ScaleName, dict[str, int]] = {
         "constant pictures": 48,
     },
     "small": {
-        **DIAGNOSIS_COUNTS["small"], "cells": 16, "quality": 100, "agreement": 16, "train": 400,
-        "spn steps": 400, "spn batch": 16, "spn width": 256, "spn seeds": 1, "constant pictures": 400,
+        **DIAGNOSIS_COUNTS["small"], "cells": 16, "quality": 100, "agreement": 16, "train": 300,
+        "spn steps": 400, "spn batch": 8, "spn width": 256, "spn seeds": 1, "constant pictures": 300,
     },
     "paper": {
         **DIAGNOSIS_COUNTS["paper"], "cells": 32, "quality": 200, "agreement": 50, "train": 2000,
