@@ -97,6 +97,8 @@ def run_experiment(experiment: Experiment, cells: Sequence[Cell], shop: Workshop
             continue
         files[cell.timed].add(cell, rows_of_cell)
         shop.progress.advance(1)
+        if shop.device.type == "cuda":
+            torch.cuda.empty_cache()  # other processes may fill the same folder on the same GPU
     if failed:
         raise failed[0]
     rows = ordered(cells, files)
