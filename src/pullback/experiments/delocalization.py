@@ -50,7 +50,7 @@ from pullback.randnla.svd import exact_svd
 
 COUNTS: dict[ScaleName, dict[str, int]] = {
     "tiny": {"images": 6, "dense": 6, "size": 112},
-    "small": {"images": 20, "dense": 12, "size": 224},
+    "small": {"images": 20, "dense": 8, "size": 224},
     "paper": {"images": 50, "dense": 20, "size": 224},
 }
 LARGEST = 2_000

@@ -52,7 +52,7 @@ COUNTS: dict[ScaleName, dict[str, int]] = {
         "width": 128, "cells": 3,
     },
     "small": {
-        "scenes": 64, "scenes to train": 400, "larger scenes to train": 96, "photos": 64, "photos to train": 400,
+        "scenes": 64, "scenes to train": 320, "larger scenes to train": 96, "photos": 64, "photos to train": 320,
         "larger photos to train": 64, "rooms": 48, "rooms to train": 96, "seeds": 3, "steps": 240, "batch": 32,
         "width": 256, "cells": 6,
     },

@@ -31,7 +31,7 @@ from pullback.geometry import classify, layer_multiplicity
 
 COUNTS: dict[ScaleName, dict[str, int]] = {
     "tiny": {"images": 8, "dense": 3, "scenes": 3, "size": 112, "view size": 56},
-    "small": {"images": 24, "dense": 12, "scenes": 8, "size": 224, "view size": 112},
+    "small": {"images": 24, "dense": 8, "scenes": 8, "size": 224, "view size": 112},
     "paper": {"images": 50, "dense": 50, "scenes": 50, "size": 224, "view size": 112},
 }
 """Pictures for class tokens, pictures for maps, drawn scenes of two views; the sizes are of the embedded models."""

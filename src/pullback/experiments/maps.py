@@ -58,7 +58,7 @@ _BATCH = 8
 
 COUNTS: dict[ScaleName, dict[str, int]] = {
     "tiny": {"images": 6, "size": 168, "cells": 8, "train": 16, "steps": 150, "batch": 16, "width": 128},
-    "small": {"images": 40, "size": 224, "cells": 6, "train": 400, "steps": 240, "batch": 32, "width": 256},
+    "small": {"images": 40, "size": 224, "cells": 6, "train": 320, "steps": 240, "batch": 32, "width": 256},
     "paper": {"images": 200, "size": 224, "cells": 0, "train": 2000, "steps": 3000, "batch": 32, "width": 256},
 }
 """``cells``: importance is that of depth averaged over so many rows and columns, 0: of the whole map."""

@@ -85,7 +85,7 @@ RANK = 20
 _AT_ONCE = 4
 COUNTS: dict[ScaleName, dict[str, int]] = {
     "tiny": {"class tokens": 8, "maps": 4, "size": 112, "probes": 64, "probes by choice": 16},
-    "small": {"class tokens": 32, "maps": 16, "size": 112, "probes": 64, "probes by choice": 64},
+    "small": {"class tokens": 32, "maps": 12, "size": 112, "probes": 64, "probes by choice": 64},
     "paper": {"class tokens": 50, "maps": 50, "size": 224, "probes": 64, "probes by choice": 64},
 }
 """Pictures by decoder and the side of scenes; VJPs for block norms of maps too large for exact ones, and those for the
