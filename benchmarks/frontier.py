@@ -45,7 +45,7 @@ import shutil
 import sys
 import tarfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -134,14 +134,30 @@ def claimed(path: Path) -> Iterator[bool]:
             yield True
 
 
-def work_through(study: Study, clock: Clock, jobs: Sequence[Job]) -> None:
-    """Do all jobs that are not done and that no other process is at."""
-    for job in jobs:
-        if job.place.exists():
-            continue
-        with claimed(study.work / "claims" / f"{job.place.parent.name} {job.place.name}") as mine:
-            if mine and not job.place.exists():  # another process may have just ended it
-                clock.run(job.place.name, partial(job.do, job.place))
+def work_through(study: Study, clock: Clock, listed: Callable[[], Iterable[Job]]) -> None:
+    """Do all jobs that are not done and that no other process is at, and look again after each, because others may
+    have made new ones possible. One that fails does not keep the rest waiting: its error is raised in the end."""
+    failed: dict[Path, Exception] = {}
+
+    def one() -> bool:
+        for job in listed():
+            if job.place.exists() or job.place in failed:
+                continue
+            with claimed(study.work / "claims" / f"{job.place.parent.name} {job.place.name}") as mine:
+                if not mine or job.place.exists():  # another process is at it, or has just ended it
+                    continue
+                try:
+                    clock.run(job.place.name, partial(job.do, job.place))
+                except (pb.PullbackError, RuntimeError) as error:  # a GPU that is out of memory raises the latter
+                    print(f"[frontier] {job.place.name}: {error}", flush=True)
+                    failed[job.place] = error
+                return True
+        return False
+
+    while one():
+        pass
+    for error in failed.values():
+        raise error
 
 
 # Points
@@ -245,7 +261,8 @@ def make_points(study: Study, clock: Clock) -> None:
     methods = [*options.ours, *options.rivals]
     if torch.device(options.device).type == "cuda":
         torch.set_float32_matmul_precision("high")  # a search: what it finds is measured in float32
-    work_through(study, clock, [Job(study.frozen(m, b), partial(make, m, b)) for b in options.budgets for m in methods])
+    points = [Job(study.frozen(m, b), partial(make, m, b)) for b in options.budgets for m in methods]
+    work_through(study, clock, lambda: points)
 
 
 def spread(files: Sequence[Path], count: int) -> list[Path]:
@@ -342,21 +359,19 @@ def tune_points(study: Study, clock: Clock) -> None:
         told = tuned.tuning or {}
         print(f"[frontier]   on held-out pictures {told['before']:.3f} -> {told['after']:.3f}", flush=True)
 
-    work_through(
-        study,
-        clock,
-        [
-            Job(study.tuned(method, budget, seed), partial(tune, study.frozen(method, budget), seed))
-            for method, budget, seed in to_tune(options)
-            if study.frozen(method, budget).is_dir() and not (method == OWN_SIZE and same_plan(study, budget))
-        ],
-    )
+    def listed() -> Iterator[Job]:
+        for method, budget, seed in to_tune(options):
+            start = study.frozen(method, budget)
+            if start.is_dir() and not (method == OWN_SIZE and same_plan(study, budget)):
+                yield Job(study.tuned(method, budget, seed), partial(tune, start, seed))
+
+    work_through(study, clock, listed)
 
 
 def same_plan(study: Study, budget: float) -> bool:
     """Whether the best plan leaves the picture its size anyway, and needs tuning once."""
     one, other = (study.frozen(method, budget) / PRUNED for method in (OURS, OWN_SIZE))
-    return one.is_file() and one.read_text() == other.read_text()
+    return one.is_file() and other.is_file() and one.read_text() == other.read_text()
 
 
 def tuned_on(
@@ -459,7 +474,7 @@ def neighbours(study: Study, clock: Clock) -> None:
             for start in starts
             for own in range(FOLDS)
         ]
-    work_through(study, clock, everything)
+    work_through(study, clock, lambda: everything)
 
 
 @torch.no_grad()
@@ -578,15 +593,16 @@ def pack(options: argparse.Namespace) -> None:
 
 
 def collect(options: argparse.Namespace) -> None:
-    """Write the points, tuned vectors, hits, rows and summaries in such parts, without what is in the making; `unpack`
-    makes the same folder of them elsewhere."""
+    """Write plans, tuned vectors, hits, rows and summaries in such parts, without what is in the making, and without
+    the heads in each point, which are those of the package or in WORK/heads."""
     work = Path(options.work)
     left = {"runs", "claims", "chosen", "embeddings", "checkpoint.pt"}
-    chosen = {
-        str(path.relative_to(work)): path
-        for path in sorted(work.rglob("*"))
-        if path.is_file() and not any(part in left or part.startswith(".") for part in path.relative_to(work).parts)
-    }
+    chosen = {}
+    for path in sorted(path for path in work.rglob("*") if path.is_file()):
+        parts = path.relative_to(work).parts
+        of_point = parts[0] in ("frozen", "tuned") and "heads" in parts
+        if not (of_point or left & set(parts) or any(part.startswith(".") for part in parts)):
+            chosen["/".join(parts)] = path
     _write_parts(chosen, options)
 
 
