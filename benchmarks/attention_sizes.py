@@ -40,7 +40,7 @@ from measure import machine, milliseconds, save
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from pullback.backbones.block import attend
+from pullback.backbones.attention import attend
 
 try:
     import attention_kernels as kernels

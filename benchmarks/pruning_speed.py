@@ -23,7 +23,7 @@ from measure import machine, milliseconds, random_dinov2, save
 from torch import Tensor, nn
 
 import pullback as pb
-from pullback.backbones.block import attend
+from pullback.backbones.attention import attend
 from pullback.pruning.forward import after_stage, decide, whole_sequence
 from pullback.pruning.scores import ScoreContext
 

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from helpers.families import random_normal
-from pullback.backbones.block import attend
+from pullback.backbones.attention import attend
 
 
 def inputs(tokens=7, dim=16):

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pullback.backbones import attention
 from pullback.checks import of_kind, whole_number
 from pullback.errors import ModelError, ShapeError
 from pullback.learning.pretrained import Origin, Pretrained
@@ -143,7 +144,7 @@ class Round(nn.Module):
 def attend(qkv: Tensor, heads: int) -> Tensor:
     """Attend with queries, keys and values side by side, [B, N, 3 I] -> [B, N, I]."""
     q, k, v = qkv.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
-    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+    return attention.attend(q, k, v).transpose(1, 2).flatten(2)
 
 
 @torch.no_grad()

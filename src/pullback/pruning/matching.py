@@ -20,10 +20,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pullback.backbones.attention import HAS_TRITON, kernels_run
 from pullback.pruning.plan import Reinsert
+
+if HAS_TRITON:
+    from pullback.pruning import stage_kernels  # noqa: F401 - operators, called as torch.ops.pullback
 
 ALIGNED = 8  # matrices whose rows start at multiples of 16 bytes are multiplied twice as fast on a GPU
 NOBODY = -1.5  # below every cosine
+KERNELS = frozenset({"ranks", "most_similar", "merge"})  # of `stage_kernels.py`, used where they run
+LONGEST = 4096  # rows that they take
 # Sorting one row leaves most of a GPU idle, comparing all of its pairs does not, if a compiler does it without storing
 # them: 0.13 against 0.20 ms for a stage with 1,369 patches on an H200. Compilers treat a batch of one apart anyway.
 FEW_PAIRS = 1 << 21
@@ -64,6 +70,10 @@ class Matching:
         if self.removed.shape[1] == 0:
             return kept
         weights = weights.to(torch.promote_types(x.dtype, torch.float32))
+        if weights.dtype == torch.float32 and _by_kernel("merge", self.removed.shape[1], x, weights):
+            goes, share = torch.where(self.merged > 0, self.destination, -1), self.merged.to(torch.float32)
+            moved: Tensor = torch.ops.pullback.merge(x, weights, self.kept, self.removed, goes.to(torch.int32), share)
+            return moved
         shares = self._incoming(self.take(weights))  # [B, K, R]
         total = self.keep(weights) + shares.sum(-1)
         shares = (shares / total.clamp_min(torch.finfo(torch.float32).tiny)[..., None]).to(x.dtype)
@@ -119,10 +129,18 @@ def lowest(scores: Tensor, count: int, prefix: int) -> tuple[Tensor, Tensor]:
 def ranks(scores: Tensor) -> Tensor:
     """Rank scores [B, N]: 0 is the highest; equal ones in some order, so that no two share a rank. NaN is high."""
     scores = scores.float()
+    if _by_kernel("ranks", scores.shape[1], scores):
+        return torch.ops.pullback.ranks(scores)
     if _compiled_for_gpu(scores) and len(scores) == 1 and scores.numel() ** 2 <= FEW_PAIRS:
         return _ranks_by_pairs(scores)
     here = _places(scores)
     return torch.zeros_like(here).scatter(1, scores.sort(dim=1, descending=True).indices, here)
+
+
+def _by_kernel(name: str, longest: int, *tensors: Tensor) -> bool:
+    """Whether a kernel does it, with rows of at most ``longest``, in float32 or less."""
+    fits = longest <= LONGEST and all(x.dtype != torch.float64 for x in tensors)
+    return name in KERNELS and fits and kernels_run(*tensors)
 
 
 def _places(scores: Tensor) -> Tensor:
@@ -187,7 +205,10 @@ def residuals(tokens: Tensor, scores: Tensor, allowed: Tensor, cosine: Tensor) -
     most the token's own length, which is what dropping it takes away."""
     place = ranks(scores)
     reach = stored(torch.where(allowed, place, place.shape[1]))  # who is not allowed comes after everyone
-    best, partner = most_similar(cosine, reach[:, None] < place[..., None])
+    if _by_kernel("most_similar", place.shape[1], cosine):
+        best, partner = torch.ops.pullback.most_similar(cosine, reach, None, place)
+    else:
+        best, partner = most_similar(cosine, reach[:, None] < place[..., None])
     return gaps(tokens, best, partner)
 
 
@@ -213,7 +234,10 @@ def match_by_cosine(
     above the gate, the share min(1, (cosine - gate) / (fade - gate)), through which no gradient passes.
     """
     stays = torch.zeros_like(allowed).scatter(1, kept, True)
-    best, partner = most_similar(rows(cosine, removed), stored(allowed & stays)[:, None])
+    if _by_kernel("most_similar", allowed.shape[1], cosine):
+        best, partner = torch.ops.pullback.most_similar(cosine, (~(allowed & stays)).to(torch.int32), removed)
+    else:
+        best, partner = most_similar(rows(cosine, removed), stored(allowed & stays)[:, None])
     place = stays.cumsum(1) - 1  # of a kept token among the kept
     destination = rows(place, partner.clamp_max(allowed.shape[1] - 1)).clamp_min(0)
     merged = best > max(gate, NOBODY)

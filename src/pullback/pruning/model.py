@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from pullback.backbones import Backbone, Remaining, load_backbone
+from pullback.backbones.joined import fresh, joined, wanted
 from pullback.backbones.outputs import (
     FIXED_SIZE,
     as_images,
@@ -47,7 +48,7 @@ from pullback.pruning.tuned import VECTORS, TunedVectors, read_vectors, shared_c
 from pullback.registry import PRESETS
 
 EXTRAS = ("output_hidden_states", "output_attentions")
-_TAKEN_APART = ("backbone", "_used", "_assemble", "_places")
+_TAKEN_APART = ("backbone", "_running", "_used", "_assemble", "_places")
 _SHORTENED = (
     "last_hidden_state, or whatever else holds the tokens of this pruned model, has fewer of them than the model's: "
     "pooled outputs and the class token are safe to read, patch tokens are not"
@@ -226,7 +227,9 @@ class PrunedModel(Pruned):
     """A model with its own call signature and output class, that removes tokens on the way.
 
     ``model`` is the original, untouched: nothing is patched, its weights are shared, and several differently pruned
-    copies of it can live side by side. A plan that removes nothing calls it.
+    copies of it can live side by side. A plan that removes nothing calls it. Of a frozen model
+    (``model.requires_grad_(False)``) queries, keys and values come from one product, with a second copy of their
+    matrices that all of them share (`backbones.joined`): compile it after weights were loaded, not before.
     """
 
     def __init__(
@@ -374,9 +377,10 @@ class PrunedModel(Pruned):
         images = self.whole_patches(pixel_values)
         if self.plan.size is not None:
             images = resized.shrunk(images, self.plan.size, self.backbone.patch_size)
+        backbone = self._running if wanted(self.backbone) else self.backbone
         if isinstance(self.plan, BlockPlan):
-            return published.forward(self.backbone, images, self.plan, layers=layers)
-        return forward(self.backbone, images, self.plan, self.scores, layers=layers, modes=self.modes)
+            return published.forward(backbone, images, self.plan, layers=layers)
+        return forward(backbone, images, self.plan, self.scores, layers=layers, modes=self.modes)
 
     def save_pretrained(self, folder: str | Path, *, processor: Any | None = None, weights: bool = True) -> Path:
         """Write the plan, the heads, tuned vectors and the model, for `from_pretrained`. What cannot be saved is
@@ -462,6 +466,7 @@ class PrunedModel(Pruned):
         used = self.model if self.tuned is None else shared_copy(self.model, self.tuned.by_name())
         self._used = (used,)  # in a tuple, since a module that it holds would be saved with it
         self.backbone = load_backbone(used)
+        self._running = joined(self.backbone)  # what inference runs; of weights that are trained the same
         self._assemble = assembler(self.backbone)
         own = [self.model] if self.tuned is None else [self.model, self.tuned]
         self._places = [
@@ -472,8 +477,9 @@ class PrunedModel(Pruned):
         ]
 
     def _stale(self) -> bool:
-        """Whether a parameter or a layer was replaced: by load_state_dict(..., assign=True), or by hand."""
-        return any(place.get(name) is not value for place, name, value in self._places)
+        """Whether a parameter or a layer was replaced, by load_state_dict(..., assign=True) or by hand, or one that
+        was copied has been written to."""
+        return any(place.get(name) is not value for place, name, value in self._places) or not fresh(self._running)
 
     def _apply(self, fn: Any, recurse: bool = True) -> PrunedModel:
         """Refer to the new parameters after a change of dtype or device."""
