@@ -600,7 +600,7 @@ def collect(options: argparse.Namespace) -> None:
     chosen = {}
     for path in sorted(path for path in work.rglob("*") if path.is_file()):
         parts = path.relative_to(work).parts
-        of_point = parts[0] in ("frozen", "tuned") and "heads" in parts
+        of_point = {"frozen", "tuned"} & set(parts) and "heads" in parts
         if not (of_point or left & set(parts) or any(part.startswith(".") for part in parts)):
             chosen["/".join(parts)] = path
     _write_parts(chosen, options)
