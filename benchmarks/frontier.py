@@ -59,7 +59,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 import pullback as pb
-from pullback.backbones import load_backbone
+from pullback.backbones import attention, load_backbone
 from pullback.evaluation.fidelity import readable
 from pullback.evaluation.neighbours import classes_from_table, leave_one_out
 from pullback.evaluation.statistics import bootstrap_mean, bootstrap_share, compare_paired, mcnemar_p
@@ -797,6 +797,7 @@ def main() -> int:
     if options.part in FILES:
         FILES[options.part](options)
         return 0
+    attention.HAS_TRITON = False  # torch's counter of operations does not see into kernels of our own
     clock = Clock(options.minutes)
     try:
         every = [part for part in PARTS if part not in ("replan", "dense")]
