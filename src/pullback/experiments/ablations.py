@@ -94,7 +94,7 @@ COUNTS: dict[ScaleName, dict[str, int]] = {
         "scenes: tested": 200, "scenes: trained on": 1000, "scenes: most": 4000,
         "scenes: tested, dense": 64, "scenes: trained on, dense": 256, "scenes: most, dense": 512,
         "photos: tested": 200, "photos: trained on": 1000, "photos: most": 1700,
-        "photos: tested, dense": 48, "photos: trained on, dense": 128, "photos: most, dense": 256,
+        "photos: tested, dense": 40, "photos: trained on, dense": 96, "photos: most, dense": 192,
     },
     "paper": {
         "seeds": 3, "steps": 3000, "batch": 32, "size of scenes": 112,
