@@ -9,7 +9,8 @@ first rows are plain attention by each backend, without sizes: what there is to 
 [B, h, N, d] of [B, N, h d] (``--fused``: of one product [B, N, 3 h d]) and ends with [B, N, h d] in one piece. On a GPU
 each is captured in a CUDA graph that goes through several sets of inputs, more than L2 holds; the ways take turns.
 
-    masked      what the library does: SDPA with log s as a mask
+    library     what the library does: its own kernel on a GPU (`pullback.backbones.attention`)
+    masked      SDPA with log s as a mask, which the library does where it has no kernel
     flex        FlexAttention with log s in its score_mod
     channel     SDPA with one more channel in q and k (and in v, which flash attention wants as wide)
     values      cuDNN with s in the values: softmax(q k^T) [s v, s], first part over the last channel
@@ -40,7 +41,7 @@ from measure import machine, milliseconds, save
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from pullback.backbones.attention import attend
+from pullback.backbones import attention
 
 try:
     import attention_kernels as kernels
@@ -55,7 +56,7 @@ PLAIN = {
     "plain cudnn": SDPBackend.CUDNN_ATTENTION,
     "plain efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-WAYS = ["masked", "flex", "channel", "values", "online", "steady", "ahead", "short"]
+WAYS = ["library", "masked", "flex", "channel", "values", "online", "steady", "ahead", "short"]
 Shape = tuple[int, int, int, int]
 
 
@@ -107,7 +108,11 @@ def forced(backend: SDPBackend, way: Way) -> Way:
 
 
 def masked(x: Inputs) -> Tensor:
-    return in_one_piece(attend(x.q, x.k, x.v, x.log_sizes))
+    return in_one_piece(attention.masked(x.q, x.k, x.v, x.log_sizes))
+
+
+def library(x: Inputs) -> Tensor:
+    return in_one_piece(attention.attend(x.q, x.k, x.v, x.log_sizes))
 
 
 def channel(x: Inputs) -> Tensor:
@@ -291,7 +296,7 @@ def compared(shape: Shape, like: Tensor, chosen: Sequence[Any], options: argpars
     ways: dict[str, Way] = {"plain": plain}
     if like.is_cuda:
         ways |= {name: forced(backend, plain) for name, backend in PLAIN.items()}
-    simple = {"masked": masked, "flex": flex, "channel": channel, "values": values}
+    simple = {"library": library, "masked": masked, "flex": flex, "channel": channel, "values": values}
     ways |= {name: simple[name] for name in options.ways if name in simple}
     failed: dict[str, str] = {}
     fitting = {str(kernel): kernel for kernel in chosen if kernel.fits(count, count)}
@@ -374,7 +379,7 @@ def main() -> None:
     names = options.shapes or (QUICK[device.type] if options.quick else SHAPES)
     shapes: list[Shape] = [tuple(map(int, name.split(":"))) for name in names]  # type: ignore[misc]
     if not like.is_cuda:
-        options.ways = [way for way in options.ways if way in ("masked", "channel", "values")]
+        options.ways = [way for way in options.ways if way in ("library", "masked", "channel", "values")]
     torch.manual_seed(0)
     content: dict[str, Any] = {"machine": machine(device), "dtype": options.dtype, "fused": options.fused, "cases": []}
     chosen: list[Any] = []

@@ -135,7 +135,7 @@ def operations(tokens: Tensor, head: pb.ImportanceHead) -> dict[str, Operation]:
     def stage(tokens: Tensor) -> Tensor:
         nothing: Any = None  # no backbone: the score does not ask for one
         context = ScoreContext(nothing, 3, layout, positions, sizes, tokens)
-        matching, weights = decide(tokens, context, PLAN, score, going, GATE)
+        matching, weights = decide(tokens, context, PLAN, score, going, (GATE, GATE))
         return after_stage(TokenState(tokens, positions, sizes, None), matching, weights, PLAN).values
 
     def score(tokens: Tensor, context: ScoreContext) -> Tensor:
