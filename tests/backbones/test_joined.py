@@ -89,3 +89,22 @@ def test_weights_that_are_trained_later_get_their_gradient():
     assert weight.grad.abs().sum() > 0
     with torch.no_grad():
         assert wanted(own)
+
+
+def test_compilers_see_the_joined_matrices_and_exported_files_do_not():
+    model, own = of_dinov2()
+    pruned, images = pb.prune(model, "norm", ratio=0.5, stages=[0]), torch.randn(2, 3, 42, 42, dtype=torch.float64)
+    wide = (3 * own.dim, own.dim)
+    seen = []
+
+    def backend(graph, inputs):
+        seen.extend(tuple(one.shape) for one in inputs if isinstance(one, torch.Tensor))
+        return graph
+
+    with torch.no_grad():
+        wanted_output = pruned(images).pooler_output
+        compiled = torch.compile(lambda x: pruned(x).pooler_output, fullgraph=True, dynamic=False, backend=backend)
+        torch.testing.assert_close(compiled(images), wanted_output)
+        assert seen.count(wide) == len(own.blocks)
+        program = torch.export.export(pruned, (images,), strict=False)
+    assert all(tuple(one.shape) != wide for one in [*program.constants.values(), *program.state_dict.values()])

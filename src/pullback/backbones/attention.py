@@ -64,13 +64,19 @@ def masked(q: Tensor, k: Tensor, v: Tensor, log_sizes: Tensor) -> Tensor:
 def kernels_run(*tensors: Tensor) -> bool:
     """Whether kernels of our own may read these tensors: on a GPU that Triton compiles for, without gradients, outside
     of torch.func, and in no file for other runtimes."""
-    if not all(x.is_cuda for x in tensors) or torch.compiler.is_exporting():
+    if not all(x.is_cuda for x in tensors) or exporting():
         return False
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return False
     if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
         return False
     return _compiles_for(tensors[0].get_device())
+
+
+@torch.compiler.assume_constant_result  # torch.compile of PyTorch 2.11 would take is_exporting() for true everywhere
+def exporting() -> bool:
+    """Whether a file for other runtimes is made."""
+    return torch.compiler.is_exporting()
 
 
 @torch.compiler.assume_constant_result

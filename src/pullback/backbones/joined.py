@@ -19,6 +19,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
+from pullback.backbones.attention import exporting
 from pullback.backbones.backbone import Backbone
 from pullback.backbones.block import Affine, Block, Rope
 
@@ -90,7 +91,7 @@ def fresh(backbone: Backbone) -> bool:
 def wanted(backbone: Backbone) -> bool:
     """Whether joined products may be used now: no gradient of the weights is asked for, and no file for other runtimes
     is made, where the weights would be in twice."""
-    if torch.compiler.is_exporting():
+    if exporting():
         return False
     return not (torch.is_grad_enabled() and any(t.requires_grad for block in backbone.blocks for t in _parts(block)))
 
