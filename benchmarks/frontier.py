@@ -45,7 +45,7 @@ import shutil
 import sys
 import tarfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -54,6 +54,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from frontier_polish import Polisher
 from measure import RESULTS, machine, save
 from safetensors import safe_open
 from torch import Tensor, nn
@@ -63,10 +64,12 @@ from pullback.backbones import attention, load_backbone
 from pullback.evaluation.fidelity import readable
 from pullback.evaluation.neighbours import classes_from_table, leave_one_out
 from pullback.evaluation.statistics import bootstrap_mean, bootstrap_share, compare_paired, mcnemar_p
+from pullback.learning.head import ImportanceHead
+from pullback.learning.shipped_heads import load_shipped, shipped_heads
 from pullback.learning.train_heads import heads_config, stream_config, train_heads
 from pullback.pruning.operating_points import RATIOS, Knobs
 from pullback.pruning.pareto import NEIGHBOURS, ParetoRequest, run_pareto
-from pullback.pruning.plan import preset
+from pullback.pruning.plan import PrunePlan, preset
 from pullback.pruning.tuning_images import TuningImages
 from pullback.runs.documents import PRUNED
 from pullback.runs.files import replaced_folder, write_arrays
@@ -200,13 +203,18 @@ class Study:
         """Read a point; without the device, the model that it shares would be moved to the CPU."""
         return pb.PrunedModel.from_pretrained(folder, model=self.model, device=self.probe.device)
 
-    def heads(self) -> dict[int, pb.ImportanceHead] | str:
-        """Return the heads of `best`: those of the package, or one folder for each layer."""
-        folder, device = self.options.heads, self.options.device
+    @cached_property
+    def heads(self) -> dict[int, ImportanceHead]:
+        """The heads of `best` by layer: those of the package, or of a folder with one for each layer."""
+        folder = self.options.heads
         if folder is None:
-            return "importance"
+            shipped = shipped_heads(self.backbone, self.options.decoder)
+            return {layer: load_shipped(place, self.backbone) for layer, place in shipped.items()}
         found = sorted(Path(folder).glob("L[0-9]*"))
-        return {int(path.name[1:]): pb.ImportanceHead.from_pretrained(path, device=device) for path in found}
+        return {
+            int(path.name[1:]): ImportanceHead.from_pretrained(path, device=self.probe.device).requires_grad_(False)
+            for path in found
+        }
 
     def frozen(self, method: str, budget: float) -> Path:
         return self.work / "frozen" / f"{method} {budget:g}"
@@ -247,7 +255,7 @@ def mildest(model: nn.Module, method: str, images: Tensor, budget: float) -> pb.
 
 def make_points(study: Study, clock: Clock) -> None:
     """Write a folder for each method and budget, frozen: WORK/frozen/METHOD BUDGET."""
-    options, model, heads = study.options, study.model, study.heads()
+    options, model, heads = study.options, study.model, study.heads
     images = study.pictures(spread(training_files(options.train), options.choosing))
 
     def make(method: str, budget: float, place: Path) -> None:
@@ -278,13 +286,13 @@ def save_whole(pruned: pb.PrunedModel, place: Path) -> None:
 
 def planned(
     model: nn.Module,
-    heads: dict[int, pb.ImportanceHead] | str,
+    heads: dict[int, ImportanceHead],
     method: str,
     images: Tensor,
     budget: float,
     options: argparse.Namespace,
 ) -> pb.PrunedModel:
-    """Return the best plan within a budget that the planner finds on these pictures."""
+    """Return the best plan within a budget that the planner finds on these pictures, with small changes that help."""
     sizes = () if method == OWN_SIZE else options.sizes
     found = pb.plan_pruning(
         model,
@@ -298,8 +306,12 @@ def planned(
         rounds=1,
     )
     print(f"[frontier]   {found}", flush=True)
-    assert found.model is not None
-    return found.model
+    assert isinstance(found.plan, PrunePlan)
+    polisher = Polisher(model, heads, images, budget, 4 * options.at_once)
+    better = polisher.improved(found.plan)
+    before, after = (polisher.mean(plan, expecting=True) for plan in (found.plan, better))
+    print(f"[frontier]   polished on one half: {before:.3f} -> {after:.3f} on the other, {better}", flush=True)
+    return polisher.build(better)
 
 
 def replan(study: Study, clock: Clock) -> None:
@@ -309,19 +321,19 @@ def replan(study: Study, clock: Clock) -> None:
     image = torch.zeros(1, 3, study.options.size, study.options.size, device=study.probe.device)
     for budget in study.options.budgets:
         nearest = min(known, key=lambda plan: abs(plan["budget"] - budget))
-        made = clock.run(f"{OURS} {budget:g}", partial(within, study.model, study.heads(), nearest, budget, image))
+        made = clock.run(f"{OURS} {budget:g}", partial(within, study.model, study.heads, nearest, budget, image))
         save_whole(made, study.frozen(OURS, budget))
         print(f"[frontier]   {made}: {pb.operations(made, image):.3f} of the operations", flush=True)
 
 
 def within(
-    model: nn.Module, heads: dict[int, pb.ImportanceHead] | str, plan: dict[str, Any], budget: float, image: Tensor
+    model: nn.Module, heads: Mapping[int, Any], plan: dict[str, Any], budget: float, image: Tensor
 ) -> pb.PrunedModel:
     """Return a plan at its own budget, or with the smallest shares of the same proportion that meet another one."""
 
     def scaled(factor: float) -> pb.PrunedModel:
         shares = [factor * share for share in plan["shares"]]
-        score = heads if isinstance(heads, str) else [heads[stage] for stage in plan["stages"]]
+        score = [heads[stage] for stage in plan["stages"]]
         return pb.prune(model, score, ratio=shares, stages=plan["stages"], size=plan["size"], output="cls")
 
     low, high = (1.0, 1.0) if plan["budget"] == budget else (0.0, 0.95 / sum(plan["shares"]))
@@ -561,8 +573,7 @@ def make_heads(study: Study, clock: Clock) -> None:
 def dense(study: Study, clock: Clock) -> None:
     """Measure a dense decoder with learned heads, one stage at a time, at several values of trust, against the
     published rules and a smaller picture: WORK/pareto/chosen on training pictures, and on those of ``--images``."""
-    options, heads, depth = study.options, study.heads(), study.probe.backbone.depth
-    assert not isinstance(heads, str)
+    options, heads, depth = study.options, study.heads, study.probe.backbone.depth
     plans = []
     for trust in options.trust:
         for layer, head in heads.items():

@@ -54,9 +54,9 @@ def test_the_mildest_setting_within_a_budget_is_found(frontier, model, method):
 
 def test_plans_that_were_found_before_are_made_again_and_scaled_to_other_budgets(frontier, model):
     plan = {"budget": 0.9, "stages": [0, 2], "shares": [0.1, 0.2], "size": None}
-    image = torch.zeros(1, 3, 84, 84)
-    assert list(frontier.within(model, "norm", plan, 0.9, image).plan.shares) == [0.1, 0.2]
-    found = frontier.within(model, "norm", plan, 0.7, image)
+    image, scores = torch.zeros(1, 3, 84, 84), {0: "norm", 2: "norm"}
+    assert list(frontier.within(model, scores, plan, 0.9, image).plan.shares) == [0.1, 0.2]
+    found = frontier.within(model, scores, plan, 0.7, image)
     first, second = found.plan.shares
     assert second == pytest.approx(2 * first) and 0.66 < pb.operations(found, image) <= 0.7
 
