@@ -54,16 +54,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from frontier_polish import Polisher
-from measure import RESULTS, machine, save
-from safetensors import safe_open
+from frontier_parts.polish import Polisher
+from frontier_parts.report import MACHINE, OURS, OWN_SIZE, report
+from measure import RESULTS, machine
 from torch import Tensor, nn
 
 import pullback as pb
 from pullback.backbones import attention, load_backbone
 from pullback.evaluation.fidelity import readable
 from pullback.evaluation.neighbours import classes_from_table, leave_one_out
-from pullback.evaluation.statistics import bootstrap_mean, bootstrap_share, compare_paired, mcnemar_p
 from pullback.learning.head import ImportanceHead
 from pullback.learning.shipped_heads import load_shipped, shipped_heads
 from pullback.learning.train_heads import heads_config, stream_config, train_heads
@@ -79,11 +78,8 @@ BUDGETS = (0.70, 0.50, 0.35, 0.715, 0.65, 0.61, 0.54)  # the first are those at 
 CONTESTED = 3  # so many of them
 SEEDS = (0, 1, 2)  # at the first budget
 RIVALS = ("resize", "tome", "tome-decreasing", "pitome", "evit")
-OURS, OWN_SIZE = "planned", "planned, own size"
 FOLDS = 4
-MACHINE = "machine.json"
 TRUST = (0.0, 0.3, 0.5, 0.7, 1.0)
-IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
 AGAIN = 3  # exit status: the time is over, and something is left to do
 
 
@@ -510,35 +506,6 @@ def folds_of(names: Sequence[str]) -> Tensor:
     return torch.tensor(folds)
 
 
-def neighbour_rows(folder: Path) -> list[dict[str, Any]]:
-    """Return accuracy and what it is more than that of the unpruned model, of all that has every image's answer."""
-    groups: dict[str, list[Any]] = {}
-    for path in sorted(folder.glob("*.npz")):
-        groups.setdefault(path.stem.partition(", fold ")[0], []).append(np.load(path))
-    rows = []
-    for name, parts in groups.items():
-        if not np.sum([part["which"] for part in parts], axis=0).all():
-            continue
-        for k in map(str, NEIGHBOURS):
-            own, full = np.zeros(len(parts[0]["which"]), bool), groups["unpruned"][0][k]
-            for part in parts:
-                own[part["which"]] = part[k]
-            share = bootstrap_share(own)
-            more = bootstrap_mean(own.astype(float) - full, generator=np.random.default_rng(0))
-            rows.append(
-                {
-                    "name": name,
-                    "k": int(k),
-                    "accuracy": share.mean,
-                    "interval": [share.low, share.high],
-                    "more": more.mean,
-                    "more interval": [more.low, more.high],
-                    "p_value": mcnemar_p(own, full),
-                }
-            )
-    return rows
-
-
 # Heads
 
 
@@ -647,90 +614,6 @@ def unpack(options: argparse.Namespace) -> None:
         print(f"[frontier] {len(parts)} parts: {', '.join(folders)}")
     except (tarfile.ReadError, EOFError):
         print(f"[frontier] {len(parts)} parts so far; carry the next one")
-
-
-def report(options: argparse.Namespace) -> None:
-    """Write what a study found as result files, frontier_STUDY_NAME_DEVICE.json, with STUDY the name of the folder
-    WORK, and with ``--figure NAME`` the figure of one of them."""
-    work, out = Path(options.work), options.out or RESULTS
-    for path in sorted((work / "pareto").glob("*/pareto.json")):
-        document = json.loads(path.read_text())
-        content = compact(document) | {"tuning": tunings(work)} | rounded({"contests": contests(work, path.parent)})
-        name = f"frontier_{work.name}_{path.parent.name}_{document['device']}"
-        print(f"[frontier] {save(name, content, out)}")
-        if path.parent.name == options.figure:
-            from pullback.report.pareto_figures import pareto_png  # with matplotlib, which a GPU machine may lack
-
-            image = IMAGES / "frontier.png" if options.out is None else out / "frontier.png"
-            image.write_bytes(pareto_png(document, dpi=100))
-    if (work / "neighbours" / MACHINE).is_file():
-        content = {"machine": json.loads((work / "neighbours" / MACHINE).read_text())}
-        content["rows"] = neighbour_rows(work / "neighbours")
-        print(f"[frontier] {save(f'frontier_{work.name}_neighbours_cuda', content, out)}")
-
-
-def tunings(work: Path) -> dict[str, dict[str, Any]]:
-    """Return how each point was tuned, by the name of its folder, with the error on the tenth of the training pictures
-    that judged, before and after."""
-    found = {}
-    for path in sorted((work / "tuned").glob("[!.]*/vectors.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            found[path.parent.name] = json.loads(file.metadata()["record"])
-    return rounded(found)
-
-
-def contests(work: Path, folder: Path) -> list[dict[str, Any]]:
-    """Compare ours with every rival at each budget, frozen and tuned, on the same pictures.
-
-    Ours is the one point that was made for the budget, and where two were tuned (for the picture as it is, and for a
-    smaller one) the one that was better on the training pictures that judged. A rival counts by its best point at or
-    below the budget on the very pictures that compare, which flatters it."""
-    document, tuned = json.loads((folder / "pareto.json").read_text()), tunings(work)
-    values: dict[tuple[str, str], dict[str, float]] = {}
-    for row in map(json.loads, (folder / "rows.jsonl").read_text().splitlines()):
-        values.setdefault((row["method"], row["point"]), {})[row["image"]] = row["value"]
-    found = []
-    for budget in document["budgets"]:
-        for is_tuned in (False, True):
-            entries = [point for point in document["points"] if point["tuned"] == is_tuned]
-            made = [e for e in entries if e["method"] in (OURS, OWN_SIZE) and budget_of(e["point"]) == budget]
-            own = min(made, key=lambda e: tuned[e["point"]]["after"] if is_tuned else e["method"] != OURS, default=None)
-            if own is None:
-                continue
-            line = {"budget": budget, "tuned": is_tuned, **shown(own), "against": []}
-            for method in dict.fromkeys(e["method"] for e in entries if not e["ours"]):
-                within = [e for e in entries if e["method"] == method and e["operations"] <= budget]
-                rival = min(within, key=lambda e: e["mean"], default=None)
-                if rival is not None:
-                    mine, its = (values[e["method"], e["point"]] for e in (own, rival))
-                    both = [image for image in mine if mine[image] is not None and its[image] is not None]
-                    pair = (np.array([side[image] for image in both]) for side in (mine, its))
-                    compared = compare_paired(*pair, generator=np.random.default_rng(0))
-                    more = compared.difference
-                    test = {"difference": more.mean, "interval of it": [more.low, more.high], "p": compared.p_value}
-                    line["against"].append({**shown(rival), **test})
-            found.append(line)
-    return found
-
-
-def shown(entry: dict[str, Any]) -> dict[str, Any]:
-    return {name: entry[name] for name in ("method", "point", "mean", "interval", "operations")}
-
-
-def budget_of(point: str) -> float:
-    """Return the budget that a point was made for, from the name of its folder."""
-    return float(point.removesuffix(" seed 0").rpartition(" ")[2])
-
-
-def compact(document: dict[str, Any]) -> dict[str, Any]:
-    """Return a comparison without folders of this machine, and its numbers with six digits."""
-    kept = {key: value for key, value in document.items() if key not in ("skipped", "classes", "selection")}
-    kept |= {key: Path(str(document[key])).name for key in ("model", "source")}
-    return rounded(kept)
-
-
-def rounded(content: Any) -> Any:
-    return json.loads(json.dumps(content), parse_float=lambda text: float(f"{float(text):.6g}"))
 
 
 # Commands

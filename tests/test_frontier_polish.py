@@ -1,4 +1,4 @@
-"""benchmarks/frontier_polish.py: changes of a plan differ in one thing, meet the budget, and are taken where they help."""
+"""benchmarks/frontier_parts/polish.py: changes of a plan differ in one thing, and are taken if they help."""
 
 import importlib
 from dataclasses import replace
@@ -17,7 +17,7 @@ BUDGET = 0.8
 @pytest.fixture
 def polish(monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).resolve().parents[1] / "benchmarks")
-    return importlib.import_module("frontier_polish")
+    return importlib.import_module("frontier_parts.polish")
 
 
 @pytest.fixture
