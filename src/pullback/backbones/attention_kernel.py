@@ -31,7 +31,7 @@ class Tiles(NamedTuple):
     stages: int
 
 
-FULL, SPARSE, SHORT, ROW = Tiles(128, 64, 8, 3), Tiles(64, 64, 4, 3), Tiles(32, 64, 2, 3), Tiles(16, 64, 4, 3)
+FULL, SPARSE, SHORT, ROW = Tiles(128, 64, 8, 3), Tiles(64, 64, 4, 3), Tiles(32, 64, 4, 3), Tiles(16, 64, 4, 3)
 PROGRAMS = 264  # two for each multiprocessor of an H200: with fewer, programs are made smaller
 
 
