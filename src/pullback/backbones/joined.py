@@ -108,7 +108,7 @@ def _joined_block(block: Block) -> Block:
     given = [bias for bias in biases if bias is not None]
     with torch.no_grad():
         filled = [weights[0].new_zeros(len(weights[0])) if bias is None else bias for bias in biases]
-        bias = torch.cat(filled) if given else None
+        bias = nn.Parameter(torch.cat(filled), requires_grad=False) if given else None
     own = {field.name: getattr(block, field.name) for field in fields(Block)}
     sources = tuple(map(Source.of, given))
     return JoinedBlock(**own, joined=Affine(matrix.weight, bias), matrix=matrix, sources=sources)
@@ -120,8 +120,8 @@ def _matrix(weights: list[Tensor]) -> Matrix:
     key = tuple(number for one in sources for number in (id(one.tensor), one.version, one.place))
     found = _KNOWN.get(key)
     if found is None:
-        with torch.no_grad():
-            found = Matrix(torch.cat(weights), sources)
+        with torch.no_grad():  # a parameter, so that compilers take its place in memory for fixed
+            found = Matrix(nn.Parameter(torch.cat(weights), requires_grad=False), sources)
         _KNOWN[key] = found
     return found
 
