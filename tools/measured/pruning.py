@@ -475,21 +475,23 @@ def fastest(case: dict[str, Any], prefix: str) -> float:
 def speed_rows(document: dict[str, Any]) -> list[list[str]]:
     rows = []
     for case in document["cases"]:
+        head = case["head"]
         before = fastest(case, "unpruned")
-        after = fastest(case, f"{case['schedule']}, head {case['head']}")
+        after = fastest(case, case["schedule"] + ("" if head is None else f", head {head}"))
         if abs(before / after - case["speedup"]) > 1e-6:
             raise ValueError("the stored speed-up is not the ratio of the fastest forms")
+        staged = "stage_ms" in case
         rows.append(
             [
                 f"{case['pixels']} px, batch {case['batch']}",
                 case["schedule"],
-                case["head"].replace("x", " × "),
+                "–" if head is None else head.replace("x", " × "),
                 f"{digits(before)} ms",
                 f"{digits(after)} ms",
                 f"{case['speedup']:.2f}×",
                 f"{case['arithmetic_limit']:.2f}×",
-                f"{digits(case['stage_ms'], 2)} ms",
-                f"{digits(case['score_ms'], 2)} ms",
+                f"{digits(case['stage_ms'], 2)} ms, {case['stage_share']:.1%}" if staged else "–",
+                f"{digits(case['score_ms'], 2)} ms" if staged else "–",
             ]
         )
     return rows
@@ -499,26 +501,24 @@ SPEED = ["", "removed", "head", "unpruned", "pruned", "speed-up", "limit", "stag
 
 
 def speed_cuda() -> str:
-    name, again = "pruning_speed_cuda.json", "pruning_speed_cuda_one_image_again.json"
+    name = "pruning_speed_cuda.json"
     document = read(name)
-    single = [case["speedup"] for case in document["cases"] if case["batch"] == 1 and case["pixels"] == 224]
-    large = [case for case in document["cases"] if case["batch"] == 64]
-    repeats = [case["speedup"] for run in read(again) for case in run["cases"] if case["schedule"].startswith("half")]
+    half = [case for case in document["cases"] if case["schedule"].startswith("half")]
+    large = [case for case in half if case["batch"] == 64]
+    singles = [case for case in half if case["batch"] == 1]
+    times = next(case for case in large if case["pixels"] == 518)["attention_ms"]
+    faster = [case["speedup"] >= 1 for case in singles]
+    all_or_none = {0: "is slower pruned", len(faster): "is not slower pruned"}
+    words = all_or_none.get(sum(faster), "gains at one of the sizes alone")
     return joined(
         f"**{document['model']}, {document['dtype'].removeprefix('torch.')}:**",
         table(SPEED, speed_rows(document)),
         source(name),
         [
-            said(min(case["speedup"] for case in large) > 1.2, "Batches of 64 gain at both sizes, with either head."),
-            said(
-                max(single) < 1, "One image of 224 px at a time is slower pruned: so few tokens do not fill such a GPU."
-            ),
-            said(
-                all(1 < value < 1.1 for value in repeats),
-                "One image of 518 px gains little. Two more runs gave "
-                f"{' and '.join(f'{value:.2f}×' for value in repeats)} "
-                f"({source(again)}).",
-            ),
+            said(min(case["speedup"] for case in large) > 1.2, "Batches of 64 gain at both sizes."),
+            f"- One image at a time {words}: so few tokens hardly fill such a GPU.",
+            f"- Attention of one block on the half that is left, 64 images of 518 px: {digits(times['sizes'])} ms with "
+            f"sizes, {digits(times['plain'])} ms without, {times['sizes'] / times['plain'] - 1:+.0%}.",
         ],
     )
 
@@ -530,7 +530,20 @@ def speed_cpu() -> str:
         f"**{document['model']}, {document['dtype'].removeprefix('torch.')}:**",
         table(SPEED, speed_rows(document)),
         source(name),
+        *[f"Like against like, within the quartiles of both: {told}." for told in [like_with_like(document)] if told],
     )
+
+
+def like_with_like(document: dict[str, Any]) -> str:
+    """Say each form's speed-up, and between what bounds the quartiles of both times put it; nothing for older files."""
+    parts = []
+    for case in document["cases"]:
+        run = case["schedule"] + ("" if case["head"] is None else f", head {case['head']}")
+        for form, ratio in case.get("by_form", {}).items():
+            before, after = case["quartiles"][f"unpruned: {form}"], case["quartiles"][f"{run}: {form}"]
+            bounds = f"{before[0] / after[1]:.2f} to {before[1] / after[0]:.2f}"
+            parts.append(f"{case['pixels']} px, batch {case['batch']}, {form} {ratio:.2f}× ({bounds})")
+    return "; ".join(parts)
 
 
 BLOCKS = {
