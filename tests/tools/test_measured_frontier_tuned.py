@@ -97,7 +97,7 @@ def test_seeds_have_their_spread(document, folder):
 def test_what_neighbours_lose(folder, more, sentence):
     found = {"accuracy": 0.7, "more": more[0], "more interval": more[1:], "p_value": 0.03}
     rows = [{"name": name, "k": k, **found} for name in ("unpruned", "planned 0.7 tuned") for k in (10, 20)]
-    content = {"machine": {"device": "a GPU", "date": "2026-11-20"}, "rows": rows}
+    content = {"machine": {"device": "a GPU", "date": "2026-11-20", "steps": 350}, "rows": rows}
     (folder / frontier_tuned.NEIGHBOURS).write_text(json.dumps(content))
     text = frontier_tuned.neighbours()
     assert sentence in text and "| unpruned | 70.0 | – | – | – | – |" in text
