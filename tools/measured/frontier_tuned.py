@@ -180,7 +180,7 @@ def seeds() -> str:
 def neighbours() -> str:
     """Leave-one-out accuracy in folds, and what it is more than that of the unpruned model."""
     document = read(NEIGHBOURS)
-    rows, lines = [], [f"- Tuned on each three folds for {document['machine']['steps']} steps."]
+    rows, lines = [], [f"- Tuned on three folds at a time, for {document['machine']['steps']} steps."]
     for row in document["rows"]:
         if row["k"] != 10:
             continue
