@@ -20,6 +20,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
 Way = Literal["plain", "masked", "kernel"]
 WIDTHS = (16, 32, 64, 128)  # of heads that the kernel takes
@@ -68,9 +69,14 @@ def kernels_run(*tensors: Tensor) -> bool:
         return False
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return False
-    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
+    if not torch.compiler.is_compiling() and _differentiating():
         return False
     return _compiles_for(tensors[0].get_device())
+
+
+def _differentiating() -> bool:
+    """Whether torch.func or forward-mode derivatives are at work."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 @torch.compiler.assume_constant_result  # torch.compile of PyTorch 2.11 would take is_exporting() for true everywhere
