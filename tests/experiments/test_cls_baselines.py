@@ -102,7 +102,7 @@ def test_the_smallest_p_is_that_of_signs_that_all_agree(count: int) -> None:
 # Verdicts on baselines
 
 
-def table(own: Setting, **by_rule: float | list[float]) -> dict[tuple[str, str, str], Known]:
+def table(own: Setting, **by_rule: Known | list[Known]) -> dict[tuple[str, str, str], Known]:
     """Errors by rule, one for all ratios or one for each; "_" stands for a blank."""
     return {
         (own.table, rule.replace("_", " "), column): known[at] if isinstance(known, list) else known
@@ -160,12 +160,33 @@ def test_evit_is_the_strongest_where_no_other_rule_has_less_error_at_any_ratio()
     assert verdict(claim, only_late)[0] == "holds partly", "close at low ratios, and not the strongest at high ones"
 
 
+def test_evit_is_no_longer_the_strongest_where_another_is_below_it_beyond_the_intervals() -> None:
+    claim, near = "EViT is the strongest", (1.1, 1.0, 1.2)
+
+    def found(**others: Known | list[Known]) -> tuple[str, str]:
+        return verdict(claim, table(DINOV2, **{**PAPERS, "EViT": near, **others}))
+
+    word, why = found(CLS_similarity=(1.05, 0.95, 1.15))
+    assert word == "holds partly" and "below all others beyond the intervals at 0 of 7 ratios" in why, "as good as it"
+    assert found(CLS_similarity=[(1.05, 0.95, 1.15)] * 6 + [2.0])[0] == "holds", "ahead once, and never behind"
+    word, why = found(CLS_similarity=[0.9] + [2.0] * 6)
+    assert word == "holds partly" and "another below EViT at 1;" in why
+    assert found(EViT=(2.4, 2.1, 2.7), CLS_similarity=3.0)[0] == "holds partly", "more than twice the error"
+    assert found(EViT=(1.9, 1.5, 2.3), CLS_similarity=3.0)[0] == "holds", "how close it comes is not decided"
+
+
 def test_untrained_rules_beat_tome_where_both_are_below_it_at_all_ratios() -> None:
     claim = "Token norm and"
     assert verdict(claim, table(DINOV2, **PAPERS))[0] == "holds"
     word, why = verdict(claim, table(DINOV2, **{**PAPERS, "Token_norm": [9.5] + [3.0] * 6}))
-    assert word == "holds partly" and "“Token norm” is below ToMe's score at 6 of 7 ratios." in why
+    assert (
+        word == "holds partly"
+        and "“Token norm” is below ToMe's score beyond the intervals at 6 of 7 ratios, above it at 1." in why
+    )
     assert verdict(claim, table(DINOV2, **{**PAPERS, "ToMe_score": 0.5}))[0] == "does not hold"
+    assert verdict(claim, table(DINOV2, **{**PAPERS, "ToMe_score": (9.0, 2.5, 15.0)}))[0] == "holds partly"
+    seldom = table(DINOV2, **{**PAPERS, "ToMe_score": [(9.0, 2.5, 15.0)] * 6 + [9.0]})
+    assert verdict(claim, seldom)[0] == "holds", "beyond the intervals once, and never the other way"
 
 
 # Verdicts on the tests

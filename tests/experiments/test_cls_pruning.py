@@ -185,8 +185,13 @@ def test_orders_of_magnitude_are_counted_at_low_ratios_alone() -> None:
     claim = "At low ratios"
     assert verdict(claim, three(DINOV2, 1.0, [11.0] * 4 + [2.0] * 3))[0] == "holds"
     word, why = verdict(claim, three(DINOV2, 1.0, [11.0, 9.0] + [11.0] * 5))
-    assert word == "holds partly" and "11× at 0.05, 9× at 0.10" in why
+    assert word == "holds partly" and "11× (11 to 11) at 0.05, 9× (9 to 9) at 0.10" in why
     assert verdict(claim, three(DINOV2, 1.0, 9.0))[0] == "does not hold"
+    word, why = verdict(claim, three(DINOV2, (1.0, 0.8, 1.2), (14.0, 13.0, 15.0)))
+    assert word == "holds" and "14× (10.8 to 18.8) at 0.05" in why
+    word, why = verdict(claim, three(DINOV2, (1.0, 0.8, 1.2), (14.0, 11.0, 17.0)))
+    assert word == "not at this scale" and "14× (9.17 to 21.2, which decides nothing) at 0.05" in why
+    assert verdict(claim, three(DINOV2, (1.0, 0.8, 1.2), (7.0, 6.0, 7.9)))[0] == "does not hold"
 
 
 def test_clip_s_claim_is_about_clip_alone() -> None:

@@ -32,7 +32,9 @@ from pullback.experiments.merging import (
     Point,
     drawn,
     exactly,
+    exceeds,
     factor,
+    factors,
     heads_of,
     judged_on,
     lead_places,
@@ -40,6 +42,7 @@ from pullback.experiments.merging import (
     leads,
     measured,
     probe_of,
+    range_in,
     rule_in,
     said,
     spn_of,
@@ -251,4 +254,8 @@ def test_factors_say_how_many_times_smaller_an_error_is() -> None:
     found = finished({("t", "a", "0.05"): 0.5, ("t", "b", "0.05"): 4.0, ("t", "zero", "0.05"): 0.0})
     assert factor(found, "t", "a", "b", "0.05") == 8 and factor(found, "t", "b", "a", "0.05") == 0.125
     assert factor(found, "t", "a", "c", "0.05") is None and factor(found, "t", "zero", "b", "0.05") > 1e9
+    apart = finished({("t", "a", "0.05"): (1.0, 0.5, 2.0), ("t", "b", "0.05"): (12.0, 10.0, 16.0)})
+    assert factors(apart, "t", "a", "b", "0.05") == (5.0, 32.0) and factors(apart, "t", "a", "c", "0.05") is None
+    assert [exceeds((5.0, 32.0), least) for least in (4, 10, 32)] == [True, None, False] and exceeds(None, 1) is None
+    assert factors(found, "t", "a", "b", "0.05") == (8, 8) and range_in(apart, "t", "a", "0.05") == (0.5, 2.0)
     assert (said(None), said(0.12345), said(1234.0)) == ("–", "0.123", "1.23e+03")

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from helpers.finished import cut_down, finished, judged, lines, rows_file, run
+from helpers.finished import Known, cut_down, finished, judged, lines, rows_file, run
 from pullback.experiments.camera_metric import compare_metrics
 from pullback.experiments.experiment import Found, Place
 from pullback.experiments.output_metric import (
@@ -103,6 +103,19 @@ def test_claims_are_judged_by_the_paper_s_model_or_else_by_ours(values: tuple[fl
         sentences = [claim.sentence for claim in OUTPUT_METRIC.claims]
         assert tuple(judged(OUTPUT_METRIC, found, sentence)[0] for sentence in sentences) == words
     assert OURS in judged(OUTPUT_METRIC, rows(ours=values), "Token")[1]
+
+
+def test_little_and_what_lies_within_the_intervals_is_no_change() -> None:
+    def word(first: Known, second: Known, agree: Known = 0.97) -> tuple[str, ...]:
+        values = {KAPPA: 1.0, KAPPA_SO3: 1.0, LOW: first, LOW_SO3: second, RHO: 0.995, AGREE: agree}
+        found = finished({(TABLE, OURS, column): known for column, known in values.items()})
+        return tuple(judged(OUTPUT_METRIC, found, sentence)[0] for sentence in ("An SO(3)", "The two sets"))
+
+    assert word((0.90, 0.85, 0.95), (0.86, 0.82, 0.90))[0] == "holds", "the intervals overlap"
+    assert word((0.90, 0.89, 0.91), (0.86, 0.85, 0.87))[0] == "holds partly"
+    assert word((0.900, 0.899, 0.901), (0.885, 0.884, 0.886))[0] == "holds", "beyond the noise, and little"
+    assert word(0.9, 0.9, (0.958, 0.944, 0.971))[1] == "holds", "97 % lie within the interval"
+    assert word(0.9, 0.9, (0.955, 0.950, 0.960))[1] == "does not hold"
 
 
 def test_other_units_decide_nothing_and_stand_in_the_footnote() -> None:

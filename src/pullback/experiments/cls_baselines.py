@@ -31,12 +31,15 @@ from pullback.experiments.merging import (
     TINY,
     TINY_EARLY,
     Setting,
+    exceeds,
     factor,
+    factors,
     judged_on,
     lead_places,
     lead_rows,
     leads,
     measured,
+    range_in,
     said,
     trails,
     values_of,
@@ -134,21 +137,34 @@ def _beats_evit(found: Found) -> Verdict:
 
 
 def _evit_is_strongest(found: Found) -> Verdict:
+    """Whether EViT is below all other baselines beyond the intervals at some ratio, and none of them below it at any;
+    and whether it has less than twice the error of importance at low ratios, wherever in their intervals both lie."""
     parts: dict[str, bool | None] = {}
     why = []
     for table in judged_on(found, [DINOV2], [TINY, TINY_EARLY]):
         best: dict[str, list[str]] = {}
+        ahead, behind = 0, 0
         for column in COLUMNS:
-            known = {rule: found.value(table, rule, column) for rule in ROWS[1:]}
-            errors = {rule: error for rule, error in known.items() if error is not None}
-            if errors:
-                best.setdefault(min(errors, key=lambda rule: errors[rule]), []).append(column)
-        close = [factor(found, table, "Importance", "EViT", column) for column in COLUMNS[:4]]
-        parts[f"{table}: strongest"] = list(best) == ["EViT"] if best else None
-        parts[f"{table}: close"] = None if None in close else all(by < 2 for by in close if by is not None)
+            known = {rule: range_in(found, table, rule, column) for rule in ROWS[1:]}
+            own = known.pop("EViT")
+            others = [interval for interval in known.values() if interval is not None]
+            if own is None or not others:
+                continue
+            ahead += all(own[1] < low for low, _ in others)
+            behind += any(high < own[0] for _, high in others)
+            errors = {rule: found.value(table, rule, column) for rule in ROWS[1:]}
+            there = {rule: error for rule, error in errors.items() if error is not None}
+            best.setdefault(min(there, key=lambda rule: there[rule]), []).append(column)
+        twice = [exceeds(factors(found, table, "Importance", "EViT", column), 2.0) for column in COLUMNS[:4]]
+        parts[f"{table}: strongest"] = ahead > 0 and not behind if best else None
+        parts[f"{table}: close"] = False if True in twice else None if None in twice else True
         told = ", ".join(f"{rule} at {', '.join(columns)}" for rule, columns in best.items())
-        spans = ", ".join(said(by) for by in close)
-        why.append(f"{table}: the best baseline is {told}; EViT has {spans} times the error of importance up to 0.20.")
+        spans = ", ".join(said(factor(found, table, "Importance", "EViT", column)) for column in COLUMNS[:4])
+        why.append(
+            f"{table}: the best baseline is {told}; EViT is below all others beyond the intervals at {ahead} of "
+            f"{len(COLUMNS)} ratios, another below EViT at {behind}; EViT has {spans} times the error of importance up "
+            "to 0.20."
+        )
     return overall(parts, " ".join(why) or _NOTHING)
 
 
@@ -157,10 +173,14 @@ def _untrained_beat_tome(found: Found) -> Verdict:
     why = []
     for table in judged_on(found, [DINOV2], [TINY, TINY_EARLY]):
         for rule in _UNTRAINED:
-            known = [factor(found, table, rule, "ToMe score", column) for column in COLUMNS]
-            below = [by > 1 for by in known if by is not None]
-            parts[f"{table}: {rule}"] = all(below) if below else None
-            why.append(f"{table}: “{rule}” is below ToMe's score at {sum(below)} of 7 ratios.")
+            known = [exceeds(factors(found, table, rule, "ToMe score", column), 1.0) for column in COLUMNS]
+            below, above = known.count(True), known.count(False)
+            there = found.value(table, rule, COLUMNS[0]) is not None
+            parts[f"{table}: {rule}"] = below > 0 and not above if there else None
+            why.append(
+                f"{table}: “{rule}” is below ToMe's score beyond the intervals at {below} of {len(COLUMNS)} ratios, "
+                f"above it at {above}."
+            )
     return overall(parts, " ".join(why) or _NOTHING)
 
 

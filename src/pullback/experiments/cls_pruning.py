@@ -32,7 +32,9 @@ from pullback.experiments.merging import (
     TINY_SHIFTED,
     Setting,
     exactly,
+    exceeds,
     factor,
+    factors,
     heads_of,
     judged_on,
     lead_places,
@@ -200,16 +202,24 @@ def _lowest(others: Sequence[str], wanted: Sequence[Setting], or_else: Sequence[
 def _times(
     columns: Sequence[str], least: float, wanted: Sequence[Setting], or_else: Sequence[Setting], found: Found
 ) -> Verdict:
-    """Whether importance is so many times below ToMe's score at these ratios."""
+    """Whether importance is so many times below ToMe's score at these ratios, wherever in their intervals both lie; a
+    ratio at which that depends on where says nothing."""
     parts: dict[str, bool | None] = {}
     why = []
     for table in judged_on(found, wanted, or_else):
         own, other = (rule_in(found, table, rule) for rule in ("Importance", "ToMe score"))
-        known = {column: factor(found, table, own, other, column) for column in columns}
-        parts |= {f"{table} {column}": None if by is None else by > least for column, by in known.items()}
-        told = ", ".join(f"{said(by)}× at {column}" for column, by in known.items())
-        why.append(f"{table}: {told} (claimed: more than {least:g}×).")
+        told = []
+        for column in columns:
+            by = factors(found, table, own, other, column)
+            held = parts[f"{table} {column}"] = exceeds(by, least)
+            span = "" if by is None else f" ({said(by[0])} to {said(by[1])}{_vague(held)})"
+            told.append(f"{said(factor(found, table, own, other, column))}×{span} at {column}")
+        why.append(f"{table}: {', '.join(told)}; claimed: more than {least:g}×.")
     return together(parts, " ".join(why) or _NOTHING)
+
+
+def _vague(held: bool | None) -> str:
+    return ", which decides nothing" if held is None else ""
 
 
 def _clip_at_half(found: Found) -> Verdict:

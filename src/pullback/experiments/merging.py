@@ -380,6 +380,28 @@ def factor(found: Found, table: str, rule: str, other: str, column: str) -> floa
     return None if own is None or beside is None else beside / max(own, 1e-12)
 
 
+def factors(found: Found, table: str, rule: str, other: str, column: str) -> tuple[float, float] | None:
+    """Return between which factors a rule's error is smaller than another's, wherever in their intervals both lie."""
+    own, beside = (range_in(found, table, row, column) for row in (rule, other))
+    return None if own is None or beside is None else (beside[0] / max(own[1], 1e-12), beside[1] / max(own[0], 1e-12))
+
+
+def exceeds(factors: tuple[float, float] | None, least: float) -> bool | None:
+    """Whether a factor is above a number. None: it was not measured, or the intervals decide nothing."""
+    if factors is None or factors[0] <= least < factors[1]:
+        return None
+    return factors[0] > least
+
+
+def range_in(found: Found, table: str, rule: str, column: str) -> tuple[float, float] | None:
+    """Return the interval of a number, or the number twice where it has none."""
+    row = found.row(table, rule, column)
+    if row is None:
+        return None
+    low, high = (row["value"] if row[end] is None else row[end] for end in ("low", "high"))
+    return float(low), float(high)
+
+
 def said(value: float | None) -> str:
     """Return a number with three digits."""
     return "–" if value is None else f"{value:.3g}"
