@@ -56,9 +56,10 @@ ODD: list[tuple[Shape, dict[str, Any]]] = [
 ]  # fmt: skip
 TOLERANCE = 1.5e-2
 TILES: list[Any] = [] if kernel is None else [
-    Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 2), Tiles(128, 64, 4, 3), Tiles(128, 64, 4, 2), Tiles(128, 128, 8, 2),
-    Tiles(128, 32, 4, 3), Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 2), Tiles(64, 128, 4, 2), Tiles(64, 32, 4, 4),
-    Tiles(32, 64, 4, 3), Tiles(32, 32, 2, 3), Tiles(16, 64, 4, 3), Tiles(16, 64, 2, 3),
+    Tiles(64, 64, 4, 3), Tiles(64, 128, 4, 2), Tiles(64, 128, 4, 3), Tiles(64, 64, 4, 3, True),
+    Tiles(64, 64, 4, 2, True), Tiles(64, 64, 4, 4, True), Tiles(64, 128, 4, 2, True), Tiles(64, 128, 4, 3, True),
+    Tiles(128, 64, 4, 3, True), Tiles(128, 128, 8, 2, True), Tiles(64, 32, 4, 4, True), Tiles(32, 64, 2, 3),
+    Tiles(16, 64, 2, 3), Tiles(16, 128, 4, 2), Tiles(16, 64, 1, 3), Tiles(16, 128, 2, 2),
 ]  # fmt: skip
 DRAFTS: list[Any] = [] if drafts is None else [
     drafts.Kernel("steady", 128, 64, 8, 2), drafts.Kernel("steady", 64, 64, 4, 3),
@@ -75,7 +76,7 @@ Way = Callable[[Inputs], Tensor]
 
 def way_of(form: Any) -> Way:
     if isinstance(form, Tiles):
-        return lambda x: kernel(x.q, x.k, x.v, x.log_sizes, form).flatten(2)
+        return lambda x: kernel(x.q, x.k, x.v, x.powers, form).flatten(2)
     return lambda x: form(x.q, x.k, x.v, x.powers)
 
 
@@ -88,7 +89,7 @@ def fits(form: Any, shape: Shape) -> bool:
     if isinstance(form, Tiles):  # small programs where there would be few, large ones where there are many
         large = batch * heads * count > 50_000
         some = form.queries >= 64 or (form.queries == 32 and count < 300)
-        return some if large else form.queries <= 64 and form.keys <= 64
+        return some if large else form.queries <= 64
     return form.fits(count, count)
 
 

@@ -34,7 +34,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, log_sizes: Tensor | None = None) -> 
     A key that stands for s equal tokens weighs as much as they did (proportional attention, Bolya et al. 2023).
     """
     if way(q, k, v, log_sizes) == "kernel":
-        out: Tensor = torch.ops.pullback.attend(q, k, v, log_sizes)
+        powers = None if log_sizes is None else attention_kernel.in_powers_of_two(log_sizes)
+        out: Tensor = torch.ops.pullback.attend(q, k, v, powers)
         return out.transpose(1, 2)
     return F.scaled_dot_product_attention(q, k, v) if log_sizes is None else masked(q, k, v, log_sizes)
 
@@ -93,4 +94,4 @@ def _compiles_for(device: int) -> bool:
 # Triton comes with PyTorch for CUDA. Without a GPU nothing here needs it, so that it is not imported then.
 HAS_TRITON = torch.version.cuda is not None and find_spec("triton") is not None
 if HAS_TRITON:
-    from pullback.backbones import attention_kernel  # noqa: F401 - an operator, called as torch.ops.pullback.attend
+    from pullback.backbones import attention_kernel
