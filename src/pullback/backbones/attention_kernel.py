@@ -128,8 +128,8 @@ def _attention(
     lowest = tl.full([QUERIES], float("-inf"), tl.float32)
     high = lowest
     if STEADY:
-        first = tl.dot(queries, tl.trans(_rows(k, kn, 0, count, FIRST_KEYS, D, True)), input_precision="ieee")
-        high = tl.max(first * scale + _bias(sizes, 0, count, FIRST_KEYS, SIZES)[None, :], 1)
+        first = _products(queries, k, kn, 0, count, FIRST_KEYS, D, True) * scale
+        high = tl.max(first + _bias(sizes, 0, count, FIRST_KEYS, SIZES)[None, :], 1)
     acc, total = _all_keys(queries, k, v, sizes, kn, vn, count, scale, high, QUERIES, KEYS, REST, D, SIZES,
                            STEADY)  # fmt: skip
     if STEADY:  # noqa: SIM102 - a constant of the compiler
@@ -161,43 +161,15 @@ def _all_keys(
 
 
 @triton.jit
-def _step(
-    queries, k, v, sizes, kn, vn, first, count, scale, acc, total, high,
-    KEYS: tl.constexpr, D: tl.constexpr, SIZES: tl.constexpr, STEADY: tl.constexpr, RAGGED: tl.constexpr,
-):  # fmt: skip
-    """Take in KEYS keys from ``first`` on. Everything is fetched before the first product, which then hides the way."""
-    keys = _rows(k, kn, first, count, KEYS, D, RAGGED)
-    values = _rows(v, vn, first, count, KEYS, D, RAGGED)
-    bias = _bias(sizes, first, count, KEYS, SIZES)
-    products = tl.dot(queries, tl.trans(keys), input_precision="ieee")
-    if STEADY:
-        shift = -high[:, None]
-        if SIZES or RAGGED:
-            shift = bias[None, :] - high[:, None]
-        weights = tl.exp2(products * scale + shift)
-    else:
-        logits = products * scale
-        if SIZES or RAGGED:
-            logits += bias[None, :]
-        higher = tl.maximum(high, tl.max(logits, 1))
-        weights = tl.exp2(logits - higher[:, None])
-        shrink = tl.exp2(high - higher)
-        acc, total, high = acc * shrink[:, None], total * shrink[:, None], higher
-    # Sums of every eighth column: where one thread has them all, no thread waits for another until the end.
-    total += tl.sum(tl.reshape(weights, [weights.shape[0], KEYS // 8, 8]), 1)
-    acc = tl.dot(weights.to(values.dtype), values, acc, input_precision="ieee")
-    return acc, total, high
-
-
-@triton.jit
-def _rows(x, stride, first, count, KEYS: tl.constexpr, D: tl.constexpr, RAGGED: tl.constexpr):
-    """Rows [KEYS, D] of keys or values from ``first`` on; RAGGED: fewer of them exist, and zeros stand for the rest."""
-    row = first + tl.arange(0, KEYS)
-    at = x + row[:, None] * stride + tl.arange(0, D)[None, :]
+def _products(queries, k, kn, first, count, KEYS: tl.constexpr, D: tl.constexpr, RAGGED: tl.constexpr):
+    """Products [M, KEYS] with the keys from ``first`` on; RAGGED: fewer of them exist."""
+    key = first + tl.arange(0, KEYS)
+    at = k + key[:, None] * kn + tl.arange(0, D)[None, :]
     if RAGGED:
-        return tl.load(at, mask=row[:, None] < count, other=0.0)
+        keys = tl.load(at, mask=key[:, None] < count, other=0.0)
     else:
-        return tl.load(at)
+        keys = tl.load(at)
+    return tl.dot(queries, tl.trans(keys), input_precision="ieee")
 
 
 @triton.jit
@@ -208,3 +180,35 @@ def _bias(sizes, first, count, KEYS: tl.constexpr, SIZES: tl.constexpr):
         return tl.load(sizes + key)
     else:
         return tl.where(key < count, 0.0, float("-inf"))
+
+
+@triton.jit
+def _step(
+    queries, k, v, sizes, kn, vn, first, count, scale, acc, total, high,
+    KEYS: tl.constexpr, D: tl.constexpr, SIZES: tl.constexpr, STEADY: tl.constexpr, RAGGED: tl.constexpr,
+):  # fmt: skip
+    """Take in KEYS keys from ``first`` on."""
+    products = _products(queries, k, kn, first, count, KEYS, D, RAGGED)
+    key = first + tl.arange(0, KEYS)
+    at = v + key[:, None] * vn + tl.arange(0, D)[None, :]
+    if RAGGED:
+        values = tl.load(at, mask=key[:, None] < count, other=0.0)
+    else:
+        values = tl.load(at)
+    if STEADY:
+        shift = -high[:, None]
+        if SIZES or RAGGED:
+            shift = _bias(sizes, first, count, KEYS, SIZES)[None, :] - high[:, None]
+        weights = tl.exp2(products * scale + shift)
+    else:
+        logits = products * scale
+        if SIZES or RAGGED:
+            logits += _bias(sizes, first, count, KEYS, SIZES)[None, :]
+        higher = tl.maximum(high, tl.max(logits, 1))
+        weights = tl.exp2(logits - higher[:, None])
+        shrink = tl.exp2(high - higher)
+        acc, total, high = acc * shrink[:, None], total * shrink[:, None], higher
+    # Sums of every eighth column: where one thread has them all, no thread waits for another until the end.
+    total += tl.sum(tl.reshape(weights, [weights.shape[0], KEYS // 8, 8]), 1)
+    acc = tl.dot(weights.to(values.dtype), values, acc, input_precision="ieee")
+    return acc, total, high
