@@ -7,6 +7,10 @@ Every operation of `decide` and `after_stage` (preset "best", half of the patche
 a CUDA graph. "floor" is the longer of its bytes at 4.3 TB/s (each tensor read and written once) and its operations at
 788 TFLOP/s, as measured on an H200. "merge, one kernel" is a draft in Triton, checked against `Matching.merge`.
 
+Since then the library has kernels for three of these (`pullback.pruning.stage_kernels`: ranks by counting, partners
+without a mask of all pairs, merges) and for the head's attention; benchmarks/kernel_choice.py takes each away in turn.
+What follows is the account from before them.
+
 The stage took 2.33 of 34.7 ms, 6.7 %, at 64 images, 1,370 tokens and 768 channels in bfloat16; the aim is 4 %, 1.4 ms.
 The tokens T are 135 MB (0.031 ms a pass), the cosines C 241 MB (0.056 ms). Counted, not measured one by one:
 
