@@ -1,25 +1,17 @@
-"""A key that stands for s tokens counts as s equal keys would."""
+"""Which way attention goes; the kernel itself has a test of its own."""
 
 import torch
-import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from helpers.families import random_normal
-from pullback.backbones.attention import attend
-
-
-def inputs(tokens=7, dim=16):
-    return [random_normal(2, 3, tokens, dim, seed=seed) for seed in range(3)]
+from pullback.backbones import attention
+from pullback.evaluation.cost import flops
 
 
-def test_a_size_of_three_equals_the_key_three_times():
-    q, k, v = inputs()
-    sizes = torch.tensor([[1, 3, 1, 1, 2, 1, 1], [1, 1, 1, 5, 1, 1, 1]])
-    out = attend(q, k, v, sizes.double().log())
-    for image in range(2):
-        repeated = [t[image].repeat_interleave(sizes[image], dim=1) for t in (k, v)]
-        torch.testing.assert_close(out[image], F.scaled_dot_product_attention(q[image], *repeated))
-
-
-def test_without_sizes_it_is_plain_attention():
-    q, k, v = inputs()
-    assert torch.equal(attend(q, k, v), F.scaled_dot_product_attention(q, k, v))
+def test_operations_are_counted_without_kernels_which_hide_them(monkeypatch):
+    monkeypatch.setattr(attention, "_compiles_for", lambda device: True)
+    with FakeTensorMode():
+        q, log_sizes = torch.empty(1, 2, 5, 64, dtype=torch.bfloat16, device="cuda"), torch.empty(1, 5, device="cuda")
+    ways = []
+    flops(lambda: ways.append(attention.way(q, q, q, log_sizes)))
+    assert ways == ["masked"]
+    assert attention.way(q, q, q, log_sizes) == "kernel", "and only while they are counted"
