@@ -14,8 +14,6 @@ Files for other runtimes (torch.export, ONNX) never hold it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Literal
 
@@ -23,12 +21,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.flop_counter import FlopCounterMode
 
 Way = Literal["plain", "masked", "kernel"]
 WIDTHS = (16, 32, 64, 128)  # of heads that the kernel takes
 NARROW = (16,)  # heads for which it is faster even without sizes
 MOST_PROGRAMS = 65535  # of the second and third axis of a grid
-_SET_ASIDE: list[None] = []  # one entry for each `without_kernels` that is open
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, log_sizes: Tensor | None = None) -> Tensor:
@@ -68,29 +67,24 @@ def masked(q: Tensor, k: Tensor, v: Tensor, log_sizes: Tensor) -> Tensor:
 
 def kernels_run(*tensors: Tensor) -> bool:
     """Whether kernels of our own may read these tensors: on a GPU that Triton compiles for, without gradients, outside
-    of torch.func, in no file for other runtimes, and not inside of `without_kernels`."""
-    if _SET_ASIDE or not all(x.is_cuda for x in tensors) or exporting():
+    of torch.func, in no file for other runtimes, and not where operations are counted."""
+    if not all(x.is_cuda for x in tensors) or exporting():
         return False
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return False
-    if not torch.compiler.is_compiling() and _differentiating():
+    if not torch.compiler.is_compiling() and (_differentiating() or _counting()):
         return False
     return _compiles_for(tensors[0].get_device())
-
-
-@contextmanager
-def without_kernels() -> Iterator[None]:
-    """Go the ways of PyTorch's own operators, such as where they are counted: a counter does not see into kernels."""
-    _SET_ASIDE.append(None)
-    try:
-        yield
-    finally:
-        _SET_ASIDE.pop()
 
 
 def _differentiating() -> bool:
     """Whether torch.func or forward-mode derivatives are at work."""
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
+def _counting() -> bool:
+    """Whether torch's counter of operations looks on. It does not see into kernels, and would take them for nothing."""
+    return any(type(mode).__module__ == FlopCounterMode.__module__ for mode in _get_current_dispatch_mode_stack())
 
 
 @torch.compiler.assume_constant_result  # torch.compile of PyTorch 2.11 would take is_exporting() for true everywhere
