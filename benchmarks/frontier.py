@@ -10,10 +10,12 @@
     python benchmarks/frontier.py collect --work local/frontier --out $OUT              # brings back what was computed
     python benchmarks/frontier.py report --work local/frontier                          # into benchmarks/results/
 
-CLIP has no heads in the package, so these come first, and its points name them:
+CLIP has heads in the package (for one set of weights: see their card); for what has none these come first, and its
+points name them:
 
-    python benchmarks/frontier.py heads --model CLIP --decoder projection --train train/ bank/ --judges diag/ --work W
-    python benchmarks/frontier.py points --model CLIP --decoder projection --heads W/heads --budgets 0.7 0.5 ...
+    python benchmarks/frontier.py points --model CLIP --decoder projection --budgets 0.7 0.5 ...
+    python benchmarks/frontier.py heads --model OTHER --decoder projection --train train/ bank/ --judges diag/ --work W
+    python benchmarks/frontier.py points --model OTHER --decoder projection --heads W/heads --budgets 0.7 0.5 ...
 
 A dense decoder (saliency) has `dense` in place of `points` and `tune`: trust is chosen on training pictures.
 

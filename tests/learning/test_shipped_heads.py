@@ -13,9 +13,12 @@ from pullback import models
 from pullback.backbones import load_backbone, shipped
 from pullback.backbones.shipped import fingerprint
 from pullback.errors import ModelError
+from pullback.evaluation import cosine_degradation
 from pullback.learning.head import ImportanceHead
 from pullback.learning.pretrained import Origin
 from pullback.learning.shipped_heads import own_decoder, shipped_head, shipped_heads
+
+CLIP, PHOTOGRAPHS = "models/clip-vit-base-patch16", "data/imagenet_val/diag"
 
 
 @pytest.fixture
@@ -125,3 +128,25 @@ def test_a_head_of_other_weights_is_refused_by_its_fingerprint(weights, dinov2):
     head.describe(origin=replace(head.config.origin, fingerprint=known))
     with pytest.raises(ModelError, match="head: it was trained for other weights"):
         pb.prune(dinov2, head, ratio=0.5, stages=[1])
+
+
+@pytest.mark.weights(CLIP, PHOTOGRAPHS)
+def test_clip_is_pruned_out_of_the_box(shared):
+    probe = pb.load_probe(shared / CLIP, "projection", device="cpu")
+    model, images = probe.backbone.model, probe.load_images(shared / PHOTOGRAPHS, limit=8)
+    lost = {}
+    with torch.no_grad():
+        whole = model(images).image_embeds
+        for score in ("importance", "norm"):
+            fast = pb.prune(model, score, ratio=0.5, stages=[8], output="cls")
+            lost[score] = cosine_degradation(fast(images).image_embeds, whole).mean().item()
+    assert list(shipped_heads(probe.backbone, "projection")) == list(range(2, 11))
+    assert lost["importance"] < 0.7 * lost["norm"]
+    with pytest.raises(ModelError, match=r"'projection', L01; .*are projection L02, .*L10.*pullback train heads"):
+        pb.prune(model, "importance", ratio=0.5, stages=[1])
+    with torch.no_grad():
+        other = copy.deepcopy(model)
+        for parameter in other.parameters():
+            parameter.mul_(1.05)
+    with pytest.raises(ModelError, match="for these weights there is none"):
+        pb.prune(other, "importance", ratio=0.5, stages=[3])

@@ -7,6 +7,7 @@ from typing import Any
 from .common import joined, read, said, signed, source, span, table
 
 CLS, DROPOUT = "layer_heads_cuda.json", "layer_heads_L03_cuda.json"
+CLIP = "heads_clip_projection_cuda.json"
 REFINED, FRESH = "head_dinov2s_cls_L10_refined_cpu.jsonl", "head_dinov2s_cls_L10_cpu.jsonl"
 PAPER_HEAD = {"cls": "0.998 (DINOv2-B)", "dense": "0.20 (imp*), 0.09 (block norms)"}
 """Spearman's ρ that the paper states: abstract for CLS at L10, appendix E for DPT depth at L4."""
@@ -56,6 +57,37 @@ def heads() -> str:
                 "Which checkpoint is kept was chosen on the held-out images. At the last step, chosen by nothing, "
                 "every ρ is "
                 f"within {drift:.3f} of the table. The loss, the hints and the second round were chosen on them too.",
+            ),
+        ],
+    )
+
+
+def clip() -> str:
+    """The heads that come with the package for CLIP, and how they came to be as good as they are."""
+    document = read(CLIP)
+    steps = [str(row["step"]) for row in document["curve"]]
+    rows, gained = [], []
+    for name, head in document["heads"].items():
+        found = [row[f"{name}/rho"] for row in document["curve"]]
+        gained.append(found[-1] - found[-2])
+        cost = f"{100 * head['operations_share']:.2g} %"
+        rows.append([name, rho(head), f"{head['rho_patches']:.3f}", cost, *(f"{value:.3f}" for value in found)])
+    values = [head["rho"] for head in document["heads"].values()]
+    last = all(head["best_step"] == document["steps"] for head in document["heads"].values())
+    parameters = {head["parameters"] for head in document["heads"].values()}
+    header = ["layer", "ρ, all tokens", "patches", "cost", *(f"after {step} steps" for step in steps)]
+    return joined(
+        table(header, rows),
+        source(CLIP),
+        f"{document['steps']} steps on varied crops of {document['training_images']:,} photographs, heads of "
+        f"{min(parameters):,} parameters, judged by {document['held_out_images']} photographs, ± over them; the first "
+        "two columns are of the weights in float16, as they come. Cost is the share of the operations of all blocks.",
+        [
+            said(len(parameters) == 1 and values == sorted(values), "The later the layer, the better its head."),
+            said(
+                last and 0 < max(gained) < 0.005,
+                f"The last quarter of the steps brought at most {max(gained):.3f}. The step that is kept was chosen on "
+                "the photographs that judge; it is the last for every layer.",
             ),
         ],
     )
@@ -290,6 +322,7 @@ def spn_depth() -> str:
 
 BLOCKS = {
     "heads": heads,
+    "heads-clip": clip,
     "heads-dropout": dropout,
     "heads-curve": curve,
     "heads-refined": refined,
