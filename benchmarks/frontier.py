@@ -57,7 +57,7 @@ from typing import Any
 import numpy as np
 import torch
 from frontier_parts.polish import Polisher
-from frontier_parts.report import MACHINE, OURS, OWN_SIZE, report
+from frontier_parts.report import EXPECTED, MACHINE, OURS, OWN_SIZE, report
 from measure import RESULTS, machine
 from torch import Tensor, nn
 
@@ -73,7 +73,7 @@ from pullback.pruning.pareto import NEIGHBOURS, ParetoRequest, run_pareto
 from pullback.pruning.plan import PrunePlan, preset
 from pullback.pruning.tuning_images import TuningImages
 from pullback.runs.documents import PRUNED
-from pullback.runs.files import replaced_folder, write_arrays
+from pullback.runs.files import replaced_folder, write_arrays, write_json
 from pullback.runs.progress import Progress
 
 BUDGETS = (0.70, 0.50, 0.35, 0.715, 0.65, 0.61, 0.54)  # the first are those at which every rival is tuned as well
@@ -260,7 +260,9 @@ def make_points(study: Study, clock: Clock) -> None:
         if method in RIVALS:
             made = mildest(model, method, images[:1], budget)
         else:
-            made = planned(model, heads, method, images, budget, options)
+            made, expected = planned(model, heads, method, images, budget, options)
+            (study.work / EXPECTED).mkdir(parents=True, exist_ok=True)
+            write_json(study.work / EXPECTED / f"{place.name}.json", expected)
         save_whole(made, place)
         print(f"[frontier]   {made}: {pb.operations(made, images[:1]):.3f} of the operations", flush=True)
 
@@ -289,8 +291,9 @@ def planned(
     images: Tensor,
     budget: float,
     options: argparse.Namespace,
-) -> pb.PrunedModel:
-    """Return the best plan within a budget that the planner finds on these pictures, with small changes that help."""
+) -> tuple[pb.PrunedModel, dict[str, Any]]:
+    """Return the best plan within a budget that the planner finds on these pictures, with small changes that help, and
+    where it was found and what it is expected to lose, by the half of the pictures that did not choose."""
     sizes = () if method == OWN_SIZE else options.sizes
     found = pb.plan_pruning(
         model,
@@ -309,7 +312,15 @@ def planned(
     better = polisher.improved(found.plan)
     before, after = (polisher.mean(plan, expecting=True) for plan in (found.plan, better))
     print(f"[frontier]   polished on one half: {before:.3f} -> {after:.3f} on the other, {better}", flush=True)
-    return polisher.build(better)
+    expected = {
+        "device": machine(images.device)["device"],
+        "pictures": len(images),
+        "blocks": sorted(heads),
+        "stages": options.stages,
+        "searched": before,
+        "polished": after,
+    }
+    return polisher.build(better), expected
 
 
 def replan(study: Study, clock: Clock) -> None:

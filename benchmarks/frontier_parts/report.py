@@ -16,6 +16,7 @@ from pullback.pruning.pareto import NEIGHBOURS
 
 OURS, OWN_SIZE = "planned", "planned, own size"
 MACHINE = "machine.json"  # of the neighbours
+EXPECTED = "expected"  # folder: of each plan that was searched, where it was found and what it should lose
 IMAGES = Path(__file__).resolve().parents[2] / "docs" / "images"
 
 
@@ -26,6 +27,7 @@ def report(options: argparse.Namespace) -> None:
     for path in sorted((work / "pareto").glob("*/pareto.json")):
         document = json.loads(path.read_text())
         content = compact(document) | {"tuning": tunings(work)} | rounded({"contests": contests(work, path.parent)})
+        content["expected"] = rounded(expectations(work))
         name = f"frontier_{work.name}_{path.parent.name}_{document['device']}"
         print(f"[frontier] {save(name, content, out)}")
         if path.parent.name == options.figure:
@@ -47,6 +49,11 @@ def tunings(work: Path) -> dict[str, dict[str, Any]]:
         with safe_open(path, framework="pt") as file:
             found[path.parent.name] = json.loads(file.metadata()["record"])
     return rounded(found)
+
+
+def expectations(work: Path) -> dict[str, dict[str, Any]]:
+    """Return what was expected of each plan that was searched, by the name of its folder."""
+    return {path.stem: json.loads(path.read_text()) for path in sorted((work / EXPECTED).glob("*.json"))}
 
 
 def contests(work: Path, folder: Path) -> list[dict[str, Any]]:

@@ -89,3 +89,69 @@ def test_who_is_ahead_follows_from_the_intervals_of_the_differences(document):
     assert ahead == "- Ours is ahead of the best rival at 0.61 (0.50 of 182 px, p = 1e-4)."
     assert "do not tell" in neither and "0.6 (" in neither
     assert "A rival is ahead" in behind and "0.5 (" in behind
+
+
+def contested(budget: float, mean: float, *rivals: tuple[str, float, float, float]) -> dict:
+    """A point of ours with rivals: name, error, and the interval of what ours loses more."""
+    names = [(method, its, (low + high) / 2, [low, high]) for method, its, low, high in rivals]
+    return {
+        "budget": budget,
+        "tuned": False,
+        "method": "planned",
+        "point": f"planned {budget:g}",
+        "mean": mean,
+        "interval": [0.9 * mean, 1.1 * mean],
+        "operations": budget,
+        "against": [
+            {"method": method, "mean": its, "difference": more, "interval of it": interval, "p": 1e-4}
+            for method, its, more, interval in names
+        ],
+    }
+
+
+@pytest.fixture
+def contests(document, tmp_path) -> dict:
+    found = [
+        contested(0.7, 1.0, ("resize", 2.0, -1.2, -0.8), ("tome", 3.0, -2.2, -1.8)),
+        contested(0.61, 2.9, ("resize", 3.1, -0.3, 0.1), ("tome", 5.0, -2.2, -1.8)),
+        contested(0.5, 4.0, ("resize", 3.0, 0.8, 1.2)),
+    ]
+    expected = {
+        one["point"]: {"pictures": 32, "blocks": [3, 6], "stages": 2, "polished": 0.95 * one["mean"]} for one in found
+    }
+    points = [
+        point("planned", one["point"], one["budget"], one["mean"], True, stages=[3], shares=[0.4]) for one in found
+    ]
+    return {**document, "points": points, "contests": found, "expected": expected}
+
+
+def test_ours_is_below_every_rival_only_where_the_intervals_say_so(contests):
+    every, some, no = frontier.who_is_ahead(contests)
+    assert every.endswith(
+        "0.7 of the operations ours is below every rival (0.50 of resize, the best of them, p = 1e-4)."
+    )
+    assert "below every rival, of which not all can be told from it (0.94 of resize" in some
+    assert "**not below every rival** (1.33 of resize" in no
+    assert "| **ours** | **1.00** | **2.90** | 4.00 |" in frontier.against(contests)
+    assert "| tome | 3.00 | 5.00 | – |" in frontier.against(contests)
+
+
+def test_what_clip_was_asked_for_is_judged_by_the_strongest_rival(contests, tmp_path):
+    (tmp_path / frontier.CLIP).write_text(json.dumps(contests))
+    text = frontier.clip()
+    assert "| 0.7 | 40 % after 3 | 0.950 | 1.00 [0.900, 1.10] | below 2.00, resize | yes |" in text
+    assert "| below 3.10, resize | yes, within the noise |" in text and "| below 3.00, resize | no |" in text
+    assert "32 training photographs" in text and "after blocks 3 and 6" in text
+
+
+def test_polished_plans_stand_beside_those_of_before(contests, document, tmp_path):
+    old = [
+        point("planned", f"planned {budget}", budget, mean) for budget, mean in ((0.7, 1.1), (0.61, 3.2), (0.5, 4.1))
+    ]
+    (tmp_path / frontier.HELD_OUT).write_text(json.dumps(document | {"points": old}))
+    (tmp_path / frontier.POLISHED).write_text(json.dumps(contests))
+    text = frontier.polished()
+    assert "2.90 [2.61, 3.19] | 3.20 [2.88, 3.52] | at most 3.3 | yes |" in text
+    (tmp_path / frontier.HELD_OUT).write_text(json.dumps(document | {"points": [{**o, "mean": 0.5} for o in old]}))
+    with pytest.raises(common.WrongClaim, match="plans of before"):
+        frontier.polished()

@@ -10,6 +10,8 @@ PLANS = "frontier_plans_cpu.json"
 HELD_OUT = "frontier_heldout_cpu.json"
 SKETCH = "frontier_sketch_cpu.json"
 DEPTH = "frontier_depth_cpu.json"
+POLISHED = "frontier_dinov2_heldout_cpu.json"
+CLIP, CLIP_SKETCH = "frontier_clip_heldout_cpu.json", "frontier_clip_sketch_cpu.json"
 GOALS = {0.76: 0.75, 0.715: 1.4, 0.61: 3.3}
 """The most that the error of the class embedding should be within so many operations."""
 AGAINST = (0.60, 0.50)
@@ -168,9 +170,118 @@ def depth() -> str:
     return comparison(DEPTH, "`tiny-scenes` depth, 224 px, additional SILog × 100")
 
 
+def polished() -> str:
+    """Plans that were searched and polished at length, beside those of before, and what was asked for."""
+    document, before = read(POLISHED), {point["point"]: point for point in read(HELD_OUT)["points"]}
+    rows, improved, apart = [], [], []
+    for found in frozen(document):
+        old, goal = before[f"planned {found['budget']:g}"], GOALS.get(found["budget"])
+        expected = document["expected"][found["point"]]
+        asked = ["–", "–"] if goal is None else [f"at most {goal:g}", _met(found, goal)]
+        cells = [with_interval(found), with_interval(old), *asked]
+        rows.append([f"{found['budget']:g}", setting(point_of(document, found)), digits(expected["polished"]), *cells])
+        improved.append(found["mean"] < old["mean"])
+        apart.append(found["interval"][1] < old["interval"][0])
+    header = [
+        "operations",
+        "what it does",
+        "expected",
+        "error [95 % interval]",
+        "plan of before",
+        "asked for",
+        "reached",
+    ]
+    return joined(
+        table(header, rows),
+        source(POLISHED),
+        against(document),
+        [
+            *who_is_ahead(document),
+            said(
+                all(improved) and not any(apart),
+                "All errors are less than those of the plans of before, with intervals that overlap.",
+            ),
+        ],
+    )
+
+
+def frozen(document: dict[str, Any]) -> list[Entry]:
+    return [found for found in document["contests"] if not found["tuned"]]
+
+
+def point_of(document: dict[str, Any], found: Entry) -> Entry:
+    return next(point for point in document["points"] if point["point"] == found["point"])
+
+
+def against(document: dict[str, Any]) -> str:
+    """One column per budget: what each method loses, the least in bold."""
+    found = frozen(document)
+    columns = [{"**ours**": one["mean"], **{its["method"]: its["mean"] for its in one["against"]}} for one in found]
+    rows = []
+    for method in dict.fromkeys(method for column in columns for method in column):
+        values = [(column.get(method), min(column.values())) for column in columns]
+        rows.append(
+            [method, *("–" if v is None else f"**{digits(v)}**" if v == low else digits(v) for v, low in values)]
+        )
+    return table([f"error, {document['images_compared']} images", *(f"{one['budget']:g}" for one in found)], rows)
+
+
+def who_is_ahead(document: dict[str, Any]) -> list[str]:
+    """Say for each budget whether ours is below every rival, by the intervals of the differences."""
+    lines = []
+    for found in frozen(document):
+        low = min(found["against"], key=lambda its: its["mean"])
+        told = f"{found['mean'] / low['mean']:.2f} of {low['method']}, the best of them, p = {p_value(low['p'])}"
+        if all(its["interval of it"][1] < 0 for its in found["against"]):
+            word = "below every rival"
+        elif found["mean"] < low["mean"]:
+            word = "below every rival, of which not all can be told from it"
+        else:
+            word = "**not below every rival**"
+        lines.append(f"- At {found['budget']:g} of the operations ours is {word} ({told}).")
+    return lines
+
+
+def clip() -> str:
+    """CLIP's frozen plans with what they were expected to lose, and rivals at their mildest within the budget."""
+    document = read(CLIP)
+    rows = []
+    for found in frozen(document):
+        expected = document["expected"][found["point"]]
+        low = min(found["against"], key=lambda its: its["mean"])
+        goal = f"below {digits(low['mean'])}, {low['method']}"
+        high = low["interval of it"][1]
+        met = "no" if low["difference"] >= 0 else "yes" if high < 0 else "yes, within the noise"
+        cells = [digits(expected["polished"]), with_interval(found), goal, met]
+        rows.append([f"{found['budget']:g}", setting(point_of(document, found)), *cells])
+    searched = list(document["expected"].values())
+    one = searched[0]
+    header = ["operations", "what it does", "expected", "error [95 % interval]", "asked for", "reached"]
+    return joined(
+        table(header, rows),
+        source(CLIP),
+        against(document),
+        [
+            *who_is_ahead(document),
+            said(
+                all((its["pictures"], its["blocks"]) == (one["pictures"], one["blocks"]) for its in searched),
+                f"The search had {one['pictures']} training photographs, of which one half chose, and at most "
+                f"{one['stages']} stages after blocks {listed([str(block) for block in one['blocks']])}: a smaller "
+                "search than that of DINOv2-S.",
+            ),
+        ],
+    )
+
+
+def clip_sketch() -> str:
+    document = read(CLIP_SKETCH)
+    return joined(against(document), source(CLIP_SKETCH), who_is_ahead(document))
+
+
 BLOCKS = {
     "frontier-plans": plans,
     "frontier-goals": goals,
+    "frontier-polished": polished,
     "frontier-cls": cls,
     "frontier-sketch": sketch,
     "frontier-depth": depth,
