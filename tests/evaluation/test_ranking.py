@@ -9,7 +9,7 @@ import torch
 from scipy.stats import ConstantInputWarning, kendalltau, rankdata, spearmanr
 
 from pullback.errors import ShapeError
-from pullback.evaluation import kendall, spearman
+from pullback.evaluation import kendall, ranking, spearman
 from pullback.evaluation.ranking import ranks
 
 
@@ -46,6 +46,14 @@ def test_only_the_order_counts():
     torch.testing.assert_close(spearman(a.exp(), b**3), spearman(a, b))
     torch.testing.assert_close(spearman(a, a.exp()), torch.ones(6, dtype=torch.float64))
     torch.testing.assert_close(spearman(a, -a.exp()), -torch.ones(6, dtype=torch.float64))
+
+
+def test_a_constant_row_has_no_correlation_where_a_mean_is_rounded(monkeypatch):
+    """As on a GPU, whose mean of a constant may be its neighbour."""
+    monkeypatch.setattr(ranking, "_centred", lambda own: own - own.mean(-1, keepdim=True) * (1 + 2**-52))
+    varied, constant = rows(2), torch.ones(2, 41)
+    assert spearman(varied, constant).isnan().all() and spearman(constant, varied).isnan().all()
+    assert spearman(varied, varied).tolist() == pytest.approx([1.0, 1.0])
 
 
 def test_a_constant_row_has_no_correlation_and_leaves_the_others_alone():

@@ -216,6 +216,24 @@ def test_the_trace_is_judged_by_its_scatter() -> None:
     assert verdict(beginning) == "not at this scale"
 
 
+def test_each_kind_of_decoder_is_judged_on_its_own_rows() -> None:
+    """A class token of the paper's does not speak for depth, whose trace scatters more."""
+    good, bad = {NOISE: 0.01}, {NOISE: (0.08, 0.07, 0.09)}
+    assert verdict("100 Rademacher", of(TRACE, PAPER, **{"DINOv2 CLS, L10": good, DEPTH: bad})) == "holds partly"
+    both = of(TRACE, PAPER, **{"DINOv2 CLS, L10": good, CLS: bad, "DA V2 depth, L02": good, DEPTH: bad})
+    assert verdict("100 Rademacher", both) == "holds", "the paper's own models decide"
+
+
+def test_our_default_is_called_exact_only_where_it_is(tmp_path: Path) -> None:
+    shop = Workshop(ESTIMATORS, SCALES["tiny"], tmp_path, torch.device("cpu"), Progress())
+    truth = torch.tensor([[0.5], [0.4]], dtype=torch.float64)
+    place = Place(KAPPA, named(OURS[-1], DEFAULT), VALUE)
+    for off, exact in ((0.0, True), (1e-4, False)):
+        known = (truth + torch.tensor([[0.0], [off]])).expand(2, 3)
+        note = number(shop, place, {KAPPA: truth, f"{KAPPA}, {DEFAULT}": known}, DEFAULT).note
+        assert (note is not None and note.startswith("exact")) == exact
+
+
 def test_quadrature_is_judged_by_a_bias_that_can_be_seen_and_by_its_scatter() -> None:
     beginning = "100 probes with 30"
 

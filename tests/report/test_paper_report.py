@@ -289,7 +289,10 @@ def test_an_unfinished_experiment_is_shown_as_that_with_its_command(tmp_path):
     assert written.unfinished == ["dense-pruning"]
     assert "dense-pruning unfinished 2 numbers are on disk." in page.text
     assert "pullback reproduce dense-pruning --scale tiny --out DIR" in page.text
-    assert "dense-pruning (unfinished)" in (folder / "report.md").read_text(encoding="utf-8")
+    text = (folder / "report.md").read_text(encoding="utf-8")
+    assert "dense-pruning (unfinished)" in text
+    for shown in (page.text, " ".join(text.split())):
+        assert "Claims that rest on dense-pruning, retrieval are not among them: not measured to the end yet." in shown
 
 
 def test_places_that_a_killed_run_has_not_reached_are_not_left_empty(tmp_path):
@@ -330,6 +333,31 @@ def test_a_figure_whose_arrays_are_missing_or_wrong_is_a_sentence(tmp_path):
                   "its file has no array 'rho'"):  # fmt: skip
         assert f"This figure is not shown: {words}" in page.text or words in page.text
     assert page.text.count("This figure is not shown") == 4
+
+
+def test_pictures_that_were_withheld_are_grey_and_the_figure_says_why(tmp_path):
+    folder = write_reproduced(tmp_path / "one")
+    for name in ("importance-maps/arrays/maps", "dense-pruning/arrays/depth", "output-metric/arrays/near"):
+        path = folder / f"{name}.npz"
+        arrays = read_arrays(path)
+        grey = np.full_like(arrays["pictures"], 128)
+        write_arrays(path, {**arrays, "pictures": grey, "withheld": np.array("not ours to publish.")})
+    write_report(folder, order=ORDER, pictures=True)
+    page = Page((folder / "report.html").read_text(encoding="utf-8"))
+    assert page.text.count("not ours to publish.") == 3 and "not shown" not in page.text
+    assert (folder / "report.md").read_text(encoding="utf-8").count("not ours to publish.") == 3
+
+
+def test_a_folder_whose_name_does_not_tell_its_model_goes_by_its_role(tmp_path):
+    folder = write_reproduced(tmp_path / "one")
+    settings = json.loads((folder / "reproduce.json").read_text())
+    settings |= {"saliency": "/data/saliency/backbone", "dinov2": "/data/dinov2-small"}
+    (folder / "reproduce.json").write_text(json.dumps(settings))
+    document = json.loads((folder / "taxonomy" / "experiment.json").read_text())
+    document["claims"][0] |= {"on": ["backbone", "dinov2-small", "tiny-scenes"]}
+    (folder / "taxonomy" / "experiment.json").write_text(json.dumps(document))
+    write_report(folder, order=ORDER)
+    assert "on saliency, dinov2-small, tiny-scenes" in (folder / "report.md").read_text(encoding="utf-8")
 
 
 def test_a_page_that_would_be_too_heavy_shows_fewer_and_smaller_pictures_and_says_so(tmp_path, monkeypatch):

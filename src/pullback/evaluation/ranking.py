@@ -12,8 +12,11 @@ from pullback.errors import ShapeError
 def spearman(a: Tensor, b: Tensor) -> Tensor:
     """Spearman's rho of each row of a and b [B, N] -> [B]; NaN for a row that is constant or holds a NaN."""
     _check(a, b)
-    x, y = (_centred(ranks(values)) for values in (a, b))
-    return (x * y).sum(-1) / (x.square().sum(-1) * y.square().sum(-1)).sqrt()
+    first, second = ranks(a), ranks(b)
+    x, y = _centred(first), _centred(second)
+    rho = (x * y).sum(-1) / (x.square().sum(-1) * y.square().sum(-1)).sqrt()
+    constant = (first == first[..., :1]).all(-1) | (second == second[..., :1]).all(-1)
+    return rho.masked_fill(constant, torch.nan)  # a mean on a GPU is rounded, and what is left of a constant is not 0
 
 
 def kendall(a: Tensor, b: Tensor) -> Tensor:

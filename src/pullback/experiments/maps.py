@@ -453,6 +453,11 @@ def figure_of(own: Shown) -> str:
     return f"maps-{SUBJECTS.index(own)}"
 
 
+_CELLS = ", ".join(
+    f"{side} × {side} at the scale {scale}" if (side := counts["cells"]) else f"of the whole map at the scale {scale}"
+    for scale, counts in COUNTS.items()
+)
+
 IMPORTANCE_MAPS = Experiment(
     name="importance-maps",
     title="What matters, over the picture",
@@ -460,8 +465,8 @@ IMPORTANCE_MAPS = Experiment(
     about=(
         "ρ: Spearman's, over the patches of a picture, with the exact importance imp*. Top 25 %: the outlined patches, "
         "which pruning would keep; two quarters chosen at random share 25 %. Depth edges: the quarter of the patches "
-        "around which the predicted depth ranges furthest. At the scales tiny and small the importance is that of "
-        "depth averaged over 8 × 8 cells. Pictures are the first ones held out."
+        "around which the predicted depth ranges furthest. The importance to depth is that of its mean over cells: "
+        f"{_CELLS}. Pictures are the first ones held out."
     ),
     columns=(
         Column(RHO, "higher"), Column(LOWEST, "higher"), Column(HIGHEST, "higher"),

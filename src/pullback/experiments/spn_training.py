@@ -296,12 +296,12 @@ def below(found: Found, table: str, row: str, column: str, level: float = 0.0) -
     return None if own is None else own[2] < level
 
 
-def said(found: Found, table: str, row: str, column: str, signed: bool = False) -> str:
-    """Return a number with its interval in words."""
+def said(found: Found, table: str, row: str, column: str, signed: bool = False, digits: int = 3) -> str:
+    """Return a number with its interval in words; ``digits`` behind the point."""
     own = interval(found, table, row, column)
     if own is None:
         return "not measured"
-    value, low, high = (f"{number:+.3f}" if signed else f"{number:.3f}" for number in own)
+    value, low, high = (f"{number:{'+' if signed else ''}.{digits}f}" for number in own)
     return f"{value} ({low} to {high})"
 
 

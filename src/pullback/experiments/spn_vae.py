@@ -310,8 +310,8 @@ def _compresses(found: Found) -> Verdict:
     }
     return overall(
         parts,
-        f"r_eff of {before} {said(found, COMPRESSED, before, R_EFF)}, with the VAE "
-        f"{said(found, COMPRESSED, after, R_EFF)}: {first[0] / last[0]:.2f} times less. "
+        f"r_eff of {before} {said(found, COMPRESSED, before, R_EFF, digits=1)}, with the VAE "
+        f"{said(found, COMPRESSED, after, R_EFF, digits=1)}: {first[0] / last[0]:.2f} times less. "
         f"κ(20) {said(found, COMPRESSED, before, K20)} and {said(found, COMPRESSED, after, K20)}.",
     )
 

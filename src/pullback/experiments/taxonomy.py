@@ -78,9 +78,14 @@ def four_regimes(found: Found) -> Verdict:
             seen.setdefault(number, row)
     if not seen:
         return Verdict("not at this scale", "No row was measured.")
-    there = [f"({label}) {seen[number]}" for label, number in NUMBERS.items() if number in seen]
+    there = [
+        f"({label}) {seen[number]}, κ(20) {low(found, REGIMES, seen[number], K20):.1%} to "
+        f"{high(found, REGIMES, seen[number], K20):.1%}"
+        for label, number in NUMBERS.items()
+        if number in seen
+    ]
     missing = [f"({label})" for label, number in NUMBERS.items() if number not in seen]
-    why = f"Found {', '.join(there)}" + (f"; no row is in {' or '.join(missing)}." if missing else ".")
+    why = f"Found {'; '.join(there)}" + (f"; no row is in {' or '.join(missing)}." if missing else ".")
     return overall({label: number in seen for label, number in NUMBERS.items()}, why)
 
 

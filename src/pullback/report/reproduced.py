@@ -149,7 +149,9 @@ def _figure(result: Result, figure: Mapping[str, Any], album: Album) -> Figure:
     shown = Figure(figure["name"], figure["kind"], figure["title"], figure.get("about", ""))
     try:
         if figure["kind"] in PANELS:
-            return replace(shown, panel=panel_of(figure["kind"], result.arrays(figure["name"]), album))
+            arrays = result.arrays(figure["name"])
+            withheld = str(arrays.get("withheld", ""))  # why its pictures are grey, where they are not ours to publish
+            return replace(shown, panel=panel_of(figure["kind"], arrays, album), note=withheld)
         chart = chart_of(result, figure)
     except PullbackError as error:  # a report with one picture less is better than none
         return replace(shown, failed=str(error).removeprefix("figure: "))
@@ -176,7 +178,12 @@ def _content(
     results: Results, sections: Sequence[Section], comparison: Comparison | None, missing: Sequence[str]
 ) -> dict[str, Any]:
     claims = [
-        {**claim, **_in_two(claim["why"]), "experiment": own.name}
+        {
+            **claim,
+            **_in_two(claim["why"]),
+            "on": [_played(name, results.settings) for name in claim.get("on", [])],
+            "experiment": own.name,
+        }
         for own in results.finished
         if own.document
         for claim in own.document["claims"]
@@ -191,6 +198,7 @@ def _content(
         "stand_ins": sum(claim.get("stand_in", False) for claim in claims),
         "words": words,
         "missing": [{"name": name, "command": results.command(name)} for name in missing],
+        "not_judged": [*(own.name for own in results.unfinished), *missing],
         "changes": None if comparison is None else _changes(results, comparison),
     }
 
@@ -212,7 +220,9 @@ def _head(results: Results) -> dict[str, Any]:
     return {
         "scale": results.settings["scale"],
         "seed": results.settings["seed"],
-        "models": _distinct(_model(row) for row in rows if row["value"] is not None and row.get("model")),
+        "models": _distinct(
+            _model(row, results.settings) for row in rows if row["value"] is not None and row.get("model")
+        ),
         "data": [_role(role, results.settings) for role in data],
         "machines": _distinct(row.get("machine") for row in rows),
         "commits": [commit[:12] for commit in _distinct(row.get("commit") for row in rows)],
@@ -225,9 +235,16 @@ def _head(results: Results) -> dict[str, Any]:
     }
 
 
-def _model(row: Mapping[str, Any]) -> str:
-    weights = row.get("weights")
-    return f"{row['model']} ({weights[:8]})" if weights else str(row["model"])
+def _model(row: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+    weights, name = row.get("weights"), _played(str(row["model"]), settings)
+    return f"{name} ({weights[:8]})" if weights else name
+
+
+def _played(model: str, settings: Mapping[str, Any]) -> str:
+    """Return the name of a model, or the role that it plays where a folder's name does not tell it: rows name a model
+    by its folder, which may be called "backbone"."""
+    roles = [role for role, place in settings.items() if isinstance(place, str) and short_name(place) == model != place]
+    return model if not roles or any(role in model for role in roles) else roles[0]
 
 
 def _role(role: str, settings: Mapping[str, Any]) -> str:
