@@ -251,3 +251,10 @@ def test_the_papers_numbers_stand_at_their_places() -> None:
         Place(table, "Random", "0.50"): 0.664,
     }
     assert PHOTOS.columns == SCENES.columns == COLUMNS
+
+
+def test_a_footnote_says_that_the_level_of_top1_is_that_of_the_bank() -> None:
+    (note,) = ACCURACY.footnotes
+    assert note(finished({})) is None
+    found = finished({**shares(PHOTOS, 0.504, 0.5), **shares(PHOTOS, 0.35, 0.34, "bank")}, count=3950)
+    assert "0.350 with the bank of this run, and 0.504 where each of 3,950 pictures asks" in (note(found) or "")
