@@ -261,8 +261,7 @@ def make_points(study: Study, clock: Clock) -> None:
             made = mildest(model, method, images[:1], budget)
         else:
             made, expected = planned(model, heads, method, images, budget, options)
-            (study.work / EXPECTED).mkdir(parents=True, exist_ok=True)
-            write_json(study.work / EXPECTED / f"{place.name}.json", expected)
+            write_expected(study, place, expected)
         save_whole(made, place)
         print(f"[frontier]   {made}: {pb.operations(made, images[:1]):.3f} of the operations", flush=True)
 
@@ -276,6 +275,12 @@ def make_points(study: Study, clock: Clock) -> None:
 def spread(files: Sequence[Path], count: int) -> list[Path]:
     """Return every so-manieth file, because files often lie in the order of their classes."""
     return list(files[:: max(1, len(files) // count)][:count])
+
+
+def write_expected(study: Study, place: Path, expected: dict[str, Any]) -> None:
+    """Write beside the points what a plan is expected to lose."""
+    (study.work / EXPECTED).mkdir(parents=True, exist_ok=True)
+    write_json(study.work / EXPECTED / f"{place.name}.json", expected)
 
 
 def save_whole(pruned: pb.PrunedModel, place: Path) -> None:
@@ -308,9 +313,21 @@ def planned(
     )
     print(f"[frontier]   {found}", flush=True)
     assert isinstance(found.plan, PrunePlan)
+    return polished(model, heads, found.plan, images, budget, options)
+
+
+def polished(
+    model: nn.Module,
+    heads: dict[int, ImportanceHead],
+    plan: PrunePlan,
+    images: Tensor,
+    budget: float,
+    options: argparse.Namespace,
+) -> tuple[pb.PrunedModel, dict[str, Any]]:
+    """Return a plan with the small changes that help on one half of the pictures, and what the other half expects."""
     polisher = Polisher(model, heads, images, budget, 4 * options.at_once)
-    better = polisher.improved(found.plan)
-    before, after = (polisher.mean(plan, expecting=True) for plan in (found.plan, better))
+    better = polisher.improved(plan)
+    before, after = (polisher.mean(one, expecting=True) for one in (plan, better))
     print(f"[frontier]   polished on one half: {before:.3f} -> {after:.3f} on the other, {better}", flush=True)
     expected = {
         "device": machine(images.device)["device"],
@@ -325,12 +342,18 @@ def planned(
 
 def replan(study: Study, clock: Clock) -> None:
     """Write a folder for each budget from plans that were found before (``--plans``): the stages and the picture of the
-    plan of the nearest budget, and its own shares, or for other budgets those in the same proportion that just fit."""
-    known = json.loads(study.options.plans.read_text())["plans"]
-    image = torch.zeros(1, 3, study.options.size, study.options.size, device=study.probe.device)
-    for budget in study.options.budgets:
+    plan of the nearest budget, and its own shares, or for other budgets those in the same proportion that just fit.
+    With ``--polish`` small changes follow that help on one half of so many training pictures (``--choosing``)."""
+    options = study.options
+    known = json.loads(options.plans.read_text())["plans"]
+    image = torch.zeros(1, 3, options.size, options.size, device=study.probe.device)
+    images = study.pictures(spread(training_files(options.train), options.choosing)) if options.polish else image
+    for budget in options.budgets:
         nearest = min(known, key=lambda plan: abs(plan["budget"] - budget))
         made = clock.run(f"{OURS} {budget:g}", partial(within, study.model, study.heads, nearest, budget, image))
+        if options.polish:
+            made, expected = polished(study.model, study.heads, made.plan, images, budget, options)
+            write_expected(study, study.frozen(OURS, budget), expected)
         save_whole(made, study.frozen(OURS, budget))
         print(f"[frontier]   {made}: {pb.operations(made, image):.3f} of the operations", flush=True)
 
@@ -692,6 +715,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=9.0, help="begin nothing that would not end in time")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--from", nargs="+", default=[], help="pack: folders")
+    parser.add_argument("--polish", action="store_true", help="replan: with small changes that help")
     parser.add_argument("--plans", type=Path, default=RESULTS / "frontier_plans_cpu.json", help="replan: plans")
     parser.add_argument("--part-mb", type=float, default=15.0, help="pack: size of a part")
     parser.add_argument("--figure", help="report: pictures of which to draw the figure")

@@ -61,6 +61,20 @@ def test_plans_that_were_found_before_are_made_again_and_scaled_to_other_budgets
     assert second == pytest.approx(2 * first) and 0.66 < pb.operations(found, image) <= 0.7
 
 
+def test_small_changes_keep_the_budget_and_are_never_worse_on_the_images_that_choose(frontier, model, capsys):
+    torch.manual_seed(0)
+    images = torch.randn(4, 3, 84, 84)
+    heads = {block: pb.ImportanceHead(48, 16).requires_grad_(False) for block in range(3)}
+    plan = pb.prune(model, [heads[1]], ratio=[0.4], stages=[1], output="cls").plan
+    budget = pb.operations(pb.PrunedModel(model, plan, [heads[1]]), images) + 1e-3
+    found, expected = frontier.polished(model, heads, plan, images, budget, Namespace(at_once=2, stages=1))
+    polisher = frontier.Polisher(model, heads, images, budget, 2)
+    assert pb.operations(found, images) <= budget
+    assert polisher.mean(found.plan) <= polisher.mean(plan)
+    assert expected["polished"] == pytest.approx(polisher.mean(found.plan, expecting=True), rel=1e-5)
+    assert expected["searched"] == pytest.approx(polisher.mean(plan, expecting=True), rel=1e-5)
+
+
 def test_two_processes_share_the_jobs_and_none_is_done_twice(frontier, model, tmp_path):
     model.save_pretrained(tmp_path / "model")
     photos = write_pictures(tmp_path / "photos", 12, broken=False)
