@@ -117,7 +117,8 @@ def contests(document, tmp_path) -> dict:
         contested(0.5, 4.0, ("resize", 3.0, 0.8, 1.2)),
     ]
     expected = {
-        one["point"]: {"pictures": 32, "blocks": [3, 6], "stages": 2, "polished": 0.95 * one["mean"]} for one in found
+        one["point"]: {"pictures": 32, "blocks": [3, 6], "stages": 2, "polished": 0.95 * one["mean"], "searched": 0.98}
+        for one in found
     }
     points = [
         point("planned", one["point"], one["budget"], one["mean"], True, stages=[3], shares=[0.4]) for one in found
@@ -141,6 +142,7 @@ def test_what_clip_was_asked_for_is_judged_by_the_strongest_rival(contests, tmp_
     text = frontier.clip()
     assert "| 0.7 | 40 % after 3 | 0.950 | 1.00 [0.900, 1.10] | below 2.00, resize | yes |" in text
     assert "| below 3.10, resize | yes, within the noise |" in text and "| below 3.00, resize | no |" in text
+    assert "did not help everywhere on the half that did not choose: from 0.980 to 0.950 at 0.7" in text
     assert "32 training photographs" in text and "after blocks 3 and 6" in text
 
 

@@ -269,8 +269,20 @@ def clip() -> str:
                 f"{one['stages']} stages after blocks {listed([str(block) for block in one['blocks']])}: a smaller "
                 "search than that of DINOv2-S.",
             ),
+            _of_small_changes(document),
         ],
     )
+
+
+def _of_small_changes(document: dict[str, Any]) -> str:
+    """Say what the changes after the search did to the error on the pictures that did not choose."""
+    told, helped = [], []
+    for found in frozen(document):
+        one = document["expected"][found["point"]]
+        told.append(f"from {digits(one['searched'])} to {digits(one['polished'])} at {found['budget']:g}")
+        helped.append(one["polished"] < one["searched"])
+    verdict = "helped" if all(helped) else "did not help everywhere" if any(helped) else "did not help"
+    return f"- The small changes after the search {verdict} on the half that did not choose: {listed(told)}."
 
 
 def clip_sketch() -> str:
@@ -285,4 +297,5 @@ BLOCKS = {
     "frontier-cls": cls,
     "frontier-sketch": sketch,
     "frontier-depth": depth,
+    "frontier-clip": clip,
 }
