@@ -298,4 +298,5 @@ BLOCKS = {
     "frontier-sketch": sketch,
     "frontier-depth": depth,
     "frontier-clip": clip,
+    "frontier-clip-sketch": clip_sketch,
 }
