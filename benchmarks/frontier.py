@@ -343,18 +343,23 @@ def polished(
 def replan(study: Study, clock: Clock) -> None:
     """Write a folder for each budget from plans that were found before (``--plans``): the stages and the picture of the
     plan of the nearest budget, and its own shares, or for other budgets those in the same proportion that just fit.
-    With ``--polish`` small changes follow that help on one half of so many training pictures (``--choosing``)."""
+    With ``--polish`` small changes follow that help on one half of so many training pictures (``--choosing``), of the
+    plan that is in the folder if there is one."""
     options = study.options
     known = json.loads(options.plans.read_text())["plans"]
     image = torch.zeros(1, 3, options.size, options.size, device=study.probe.device)
     images = study.pictures(spread(training_files(options.train), options.choosing)) if options.polish else image
     for budget in options.budgets:
         nearest = min(known, key=lambda plan: abs(plan["budget"] - budget))
-        made = clock.run(f"{OURS} {budget:g}", partial(within, study.model, study.heads, nearest, budget, image))
+        place = study.frozen(OURS, budget)
+        if options.polish and place.is_dir():
+            made = pb.PrunedModel.from_pretrained(place, model=study.model)
+        else:
+            made = clock.run(f"{OURS} {budget:g}", partial(within, study.model, study.heads, nearest, budget, image))
         if options.polish:
             made, expected = polished(study.model, study.heads, made.plan, images, budget, options)
-            write_expected(study, study.frozen(OURS, budget), expected)
-        save_whole(made, study.frozen(OURS, budget))
+            write_expected(study, place, expected)
+        save_whole(made, place)
         print(f"[frontier]   {made}: {pb.operations(made, image):.3f} of the operations", flush=True)
 
 
