@@ -3,10 +3,10 @@
     PYTHONPATH=src python tools/publish_results.py FROM docs/results/paper-small
     PYTHONPATH=src python -m pullback report docs/results/paper-small --pictures
 
-Rows, verdicts and settings are copied as they are, so that the same `pullback reproduce` goes on from the copy; what
-experiments share (store/) stays behind. Photographs are not ours to publish: plain grey stands in the place of every
-picture of which the code does not say that it is a scene that we drew, and the figure says so. Figures keep their first
-pictures.
+Rows and verdicts are copied as they are, so that the same `pullback reproduce` goes on from the copy; of folders only
+the names are published, and what experiments share (store/) stays behind. Photographs are not ours to publish: plain
+grey stands in the place of every picture of which the code does not say that it is a scene that we drew, and the figure
+says so. Figures keep their first pictures.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from pullback.errors import PullbackError
 from pullback.experiments import maps, overview
 from pullback.experiments.scales import DATA, DRAWN, MODELS, SCALES, Scale
 from pullback.runs.documents import EXPERIMENT, REPRODUCE, ROWS, TIMES
-from pullback.runs.files import make_folder, read_arrays, read_json, write_arrays
+from pullback.runs.files import make_folder, read_arrays, read_json, write_arrays, write_json
+from pullback.runs.settings import ELSEWHERE
 
 SHOWN = 4
 """How many pictures of a figure are published."""
@@ -38,8 +39,9 @@ _PICTURES_ALONG = {"pictures": 0, "before": 0, "after": 0, "captions": 0, "maps"
 def publish(source: Path, target: Path) -> list[str]:
     """Copy the files of every experiment, in place of what ``target`` held of it; return the figures whose pictures
     were withheld."""
-    scale = scale_of_run(read_json(source / REPRODUCE))
-    shutil.copyfile(source / REPRODUCE, make_folder(target) / REPRODUCE)
+    settings = read_json(source / REPRODUCE)
+    scale = scale_of_run(settings)
+    write_json(make_folder(target) / REPRODUCE, without_places(settings))
     withheld = []
     for folder in sorted({path.parent for name in (ROWS, TIMES) for path in source.glob(f"*/{name}")}):
         own = make_folder(target / folder.name)
@@ -60,6 +62,12 @@ def scale_of_run(settings: Mapping[str, Any]) -> Scale:
     """The scale of a run, from its reproduce.json; its models and pictures need not be here."""
     models, data = ({role: settings[role] for role in roles if settings.get(role)} for roles in (MODELS, DATA))
     return replace(SCALES[settings["scale"]], models=models, data=data, seed=settings["seed"])
+
+
+def without_places(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings without the paths of this machine: of a folder only its name is published."""
+    given = {role: Path(settings.get(role) or "").expanduser() for role in (*MODELS, *DATA)}
+    return {**settings, **{role: ELSEWHERE + place.name for role, place in given.items() if place.is_absolute()}}
 
 
 def data_of(scale: Scale, experiment: str, figure: str) -> str | None:

@@ -46,6 +46,7 @@ def test_small_wordings():
         ("tiny-scenes", "tiny-scenes"),
         ("/data/models/dinov2-small/", "dinov2-small"),
         ("../shared/models/dinov2-small", "dinov2-small"),
+        ("…/dinov2-small", "dinov2-small"),
     ],
 )
 def test_folders_go_by_their_last_part(model, name):

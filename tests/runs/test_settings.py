@@ -44,3 +44,13 @@ def test_a_damaged_settings_file_is_named(tmp_path, content):
     path.write_bytes(content.encode("latin-1"))
     with pytest.raises(PullbackError, match=r"out: .*settings.json"):
         keep_settings(path, {"seed": 0}, holds="rows")
+
+
+def test_of_a_place_on_another_machine_the_name_is_compared(tmp_path):
+    path, options = tmp_path / "settings.json", {"holds": "rows", "places": ["photos"]}
+    keep_settings(path, {"photos": "…/heldout"}, **options)
+    with pytest.raises(PullbackError, match="photos: '…/heldout' there, '/data/train' asked for"):
+        keep_settings(path, {"photos": "/data/train"}, **options)
+    assert keep_settings(path, {"photos": "/data/heldout"}, **options) == {"photos": "/data/heldout"}
+    with pytest.raises(PullbackError, match="photos: '/data/heldout' there, '/other/heldout' asked for"):
+        keep_settings(path, {"photos": "/other/heldout"}, **options)

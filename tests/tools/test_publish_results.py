@@ -64,11 +64,20 @@ def test_photographs_become_grey_and_scenes_stay(run, tmp_path):
 
 def test_numbers_are_copied_as_they_are_and_the_store_is_left_behind(run, tmp_path):
     publish(run, tmp_path / "to")
-    for path in ("reproduce.json", "taxonomy/rows.jsonl", "taxonomy/experiment.json", "importance-maps/rows.jsonl"):
+    assert json.loads((tmp_path / "to" / "reproduce.json").read_text(encoding="utf-8")) == SETTINGS
+    for path in ("taxonomy/rows.jsonl", "taxonomy/experiment.json", "importance-maps/rows.jsonl"):
         assert (tmp_path / "to" / path).read_bytes() == (run / path).read_bytes()
     np.testing.assert_array_equal(read(tmp_path / "to", "taxonomy/arrays/spectrum.npz")["a"], np.ones((24, 50)))
     assert not (tmp_path / "to" / "store").exists()
     assert not (tmp_path / "to" / "importance-maps" / "experiment.json").exists(), "it is not finished"
+
+
+def test_of_folders_on_this_machine_the_names_are_published(run, tmp_path):
+    here = {"photos": "/somebody/pictures/heldout", "rooms": "~/rooms"}
+    (run / "reproduce.json").write_text(json.dumps({**SETTINGS, **here}))
+    publish(run, tmp_path / "published")
+    found = json.loads((tmp_path / "published" / "reproduce.json").read_text(encoding="utf-8"))
+    assert found == {**SETTINGS, "photos": "…/heldout", "rooms": "…/rooms"}
 
 
 def test_publishing_again_replaces_what_was_there(run, tmp_path):

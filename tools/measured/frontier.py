@@ -171,7 +171,7 @@ def depth() -> str:
 
 
 def polished() -> str:
-    """Plans that were searched and polished at length, beside those of before, and what was asked for."""
+    """Plans that were searched and polished at length, beside those of before, and the goals."""
     document, before = read(POLISHED), {point["point"]: point for point in read(HELD_OUT)["points"]}
     rows, improved, apart = [], [], []
     for found in frozen(document):
@@ -188,7 +188,7 @@ def polished() -> str:
         "expected",
         "error [95 % interval]",
         "plan of before",
-        "asked for",
+        "goal",
         "reached",
     ]
     return joined(
@@ -256,7 +256,7 @@ def clip() -> str:
         rows.append([f"{found['budget']:g}", setting(point_of(document, found)), *cells])
     searched = list(document["expected"].values())
     one = searched[0]
-    header = ["operations", "what it does", "expected", "error [95 % interval]", "asked for", "reached"]
+    header = ["operations", "what it does", "expected", "error [95 % interval]", "goal", "reached"]
     return joined(
         table(header, rows),
         source(CLIP),

@@ -1,4 +1,4 @@
-"""Frozen and tuned models at the same budgets: what was asked for, rivals tuned in the same way, other seeds, nearest
+"""Frozen and tuned models at the same budgets: goals, rivals tuned in the same way, other seeds, nearest
 neighbours, other models and sizes. The files are those of `benchmarks/frontier.py report`."""
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def plan_of(document: Entry, found: Entry) -> Entry:
 
 
 def goals() -> str:
-    """What was asked for, and what our point for that budget reaches; where none was measured, that is said."""
+    """The goals, and what our point for that budget reaches; where none was measured, that is said."""
     document = read(HELD_OUT)
     rows: list[list[str]] = []
     reached: list[str] = []
@@ -79,7 +79,7 @@ def goals() -> str:
     lines = [said(bool(reached), f"Reached: {listed(reached)}.")] if reached else []
     lines += [said(bool(missed), f"Not reached: {listed(missed)}.")] if missed else []
     lines += [said(bool(open_), f"Not measured: {listed(open_)}.")] if open_ else []
-    header = ["operations", "", "what it does", "error [95 % interval]", "asked for", "reached"]
+    header = ["operations", "", "what it does", "error [95 % interval]", "goal", "reached"]
     return joined(table(header, rows), source(HELD_OUT), lines)
 
 

@@ -5,7 +5,7 @@
     "plain"    no sizes: PyTorch's fused attention
     "masked"   PyTorch's fused attention with log s as a mask. On any device, in any dtype, with gradients.
     "kernel"   `attention_kernel.py`, where Triton is installed: on GPUs from Ampere on, in bfloat16 and float16, for
-               heads of 16, 32, 64 or 128 channels, where no gradient is asked for. Heads of 16 channels, which
+               heads of 16, 32, 64 or 128 channels, where no gradient is wanted. Heads of 16 channels, which
                importance heads have, go this way without sizes, too
 
 The kernel is an operator of PyTorch, `torch.ops.pullback.attend`, which torch.compile and CUDA graphs take as it is.

@@ -89,7 +89,7 @@ def fresh(backbone: Backbone) -> bool:
 
 
 def wanted(backbone: Backbone) -> bool:
-    """Whether joined products may be used now: no gradient of the weights is asked for, and no file for other runtimes
+    """Whether joined products may be used now: no gradient of the weights is wanted, and no file for other runtimes
     is made, where the weights would be in twice."""
     if exporting():
         return False

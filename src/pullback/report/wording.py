@@ -8,6 +8,7 @@ from typing import Any
 
 from pullback.errors import counted as counted
 from pullback.runs.documents import layer_name
+from pullback.runs.settings import ELSEWHERE
 
 UNKNOWN = "–"
 NO_FIGURES = "no figures: they need matplotlib, which is an extra: pip install 'pullback[plot]'"
@@ -112,7 +113,7 @@ def _samples(document: dict[str, Any]) -> str:
 def short_name(model: str) -> str:
     """Return a hub id as it is, and of a folder its last part."""
     parts = [part for part in model.split("/") if part not in ("", ".", "..")]
-    return model if len(parts) <= 2 and not model.startswith((".", "/")) else parts[-1] if parts else model
+    return model if len(parts) <= 2 and not model.startswith((".", "/", ELSEWHERE)) else parts[-1] if parts else model
 
 
 def regime(found: dict[str, Any]) -> str:

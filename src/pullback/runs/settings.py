@@ -9,6 +9,8 @@ from typing import Any
 from pullback.errors import PullbackError
 from pullback.runs.files import read_json, write_json
 
+ELSEWHERE = "…/"
+"""How a place begins of which only the last name is kept, as in folders that were published from another machine."""
 IDENTITY = "_identity"
 """How the names of settings end without which nothing can be added: older versions of the package have none of them."""
 
@@ -78,7 +80,10 @@ def check_settings(
 
 
 def _same_place(one: Any, other: Any) -> bool:
-    """Whether two paths lead to the same place: relative or absolute, by a link or straight."""
+    """Whether two paths lead to the same place: relative or absolute, by a link or straight. Of a place on another
+    machine the name is all that can be compared."""
     if not (isinstance(one, str) and isinstance(other, str)):
         return False
+    if ELSEWHERE in (one[: len(ELSEWHERE)], other[: len(ELSEWHERE)]):
+        return Path(one).name == Path(other).name
     return Path(one).expanduser().resolve() == Path(other).expanduser().resolve()
